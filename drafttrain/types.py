@@ -1,0 +1,154 @@
+"""The records that cross floors. Nothing here computes.
+
+Row t is what the target computed while reading token t: `taps[t]`, `final[t]`, and `target.logits(final[t])` is its
+distribution for token t+1. `supervised[t]` marks the *token* t: true if the target generated it. The anchor A is the last
+committed token, which the target has not read yet: a draft from A may use feature rows < A only. Depth k = 1, 2, ... counts
+drafted tokens, so the label of depth k is token A+k and its teacher is row A+k-1.
+
+Shapes: B batch rows, T tokens, A taps (in Features) , D target width, N scored elements, M teacher rows, H drafter width,
+Q rows that draft, V vocabulary.
+"""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Packed chats. A document is one chat; tokens of different documents never see each other."""
+
+    ids_BT: Tensor
+    """Token ids, int64."""
+    supervised_BT: Tensor
+    """True where the target generated the token."""
+    position_BT: Tensor
+    """Position inside the document, int64."""
+    document_BT: Tensor
+    """Which packed chat a token belongs to, int64; -1 is padding."""
+
+    def to(self, device) -> "Sequences":
+        return Sequences(*(x.to(device, non_blocking=True) for x in (self.ids_BT, self.supervised_BT, self.position_BT, self.document_BT)))
+
+
+@dataclass(frozen=True)
+class Features:
+    """What the target computed while reading tokens."""
+
+    taps_BTAD: Tensor
+    """Outputs of the tapped layers (0-based layer numbers, ascending), before the final norm."""
+    final_BTD: Tensor
+    """Hidden state after the final norm: what the target's LM head reads."""
+
+    def to(self, device, dtype=None) -> "Features":
+        return Features(self.taps_BTAD.to(device, dtype, non_blocking=True), self.final_BTD.to(device, dtype, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which elements are scored, known from the data alone. Flat rows are b*T+t."""
+
+    anchor_N: Tensor
+    """Flat row of the anchor token A."""
+    depth_N: Tensor
+    """k = 1, 2, ...: the element predicts token A+k."""
+    label_N: Tensor
+    """Token id A+k, over the target's vocabulary."""
+    teacher_N: Tensor
+    """Flat row A+k-1, whose distribution teaches the element."""
+    draft_N: Tensor
+    """Which draft the element belongs to (elements of one anchor share it)."""
+    keep_N: Tensor
+    """False where the label is outside the draft vocabulary: counted as dropped, never scored."""
+    query_BQ: Tensor
+    """Feature rows (A-1) in each batch row that draft at all; -1 pads."""
+    cell_N: Tensor
+    """Index of the element in the flattened grid [depth, B, Q]."""
+
+    def to(self, device) -> "Layout":
+        return Layout(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Rows to be scored: the hinge between drafters and objectives. Elements that do not count are not in it."""
+
+    hidden_NH: Tensor
+    """What the head reads, after the drafter's own last norm."""
+    teacher_MD: Tensor
+    """Final hidden states of the target, a pool that `row_N` indexes."""
+    row_N: Tensor
+    label_N: Tensor
+    """Target-vocabulary id of the token to be predicted."""
+    prev_N: Tensor
+    """Token read just before (A+k-1)."""
+    draft_N: Tensor
+    depth_N: Tensor
+    stream_N: Tensor | None = None
+    """0 clean or accepted, 1 rejected; None where every element is clean."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of a loss: coefficient * sum / count. The count for the whole accumulation window is known from the data."""
+
+    sum: Tensor
+    count: Tensor
+    coefficient: float
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which target something was made with. Stores, checkpoints and exports carry it, and refuse another one."""
+
+    path: str
+    """As the recipe names it; for people, not compared."""
+    revision: str
+    """Hub commit, or a hash of the weight files."""
+    tokenizer: str
+    """Hash of the tokenizer's vocabulary and merges."""
+    template: str
+    """Hash of the chat template."""
+    template_arguments: str
+    """JSON of the arguments given to the template."""
+    layers: int
+    hidden: int
+    vocab: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to be answered."""
+
+    key: str
+    """Stable name of the prompt; it also seeds the prompt's own random stream."""
+    ids: tuple[int, ...]
+    """Rendered prompt, generation prompt included."""
+    limit: int
+    """Most tokens to emit."""
+
+
+@dataclass
+class Rollout:
+    """An answered prompt. `1 + sum(accepted + 1) - cut = emitted tokens`: the first one comes from the prefill."""
+
+    key: str
+    ids: Tensor
+    """Prompt and answer, int64 on the CPU [T]; nothing behind the end of turn or the limit."""
+    prompt_len: int
+    accepted: list[int]
+    """Accepted drafts of every round (verified, whether or not cut)."""
+    cut: int
+    """Tokens verified but discarded behind an end of turn or the limit; non-zero only in the last round."""
+    stopped: bool
+    """True if the answer ended with an end-of-turn token, False at the limit."""
+    beyond: Tensor
+    """Up to `overrun` tokens that the target would have said after the end; [] unless asked for."""
+    taps_TAD: Tensor | None = None
+    """Features of every row the target read. The last token is not read: its row is zero and nothing that counts uses it."""
+    final_TD: Tensor | None = None
+
+    @property
+    def answer(self) -> Tensor:
+        return self.ids[self.prompt_len :]
