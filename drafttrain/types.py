@@ -46,7 +46,7 @@ class Features:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which elements are scored, known from the data alone. Flat rows are b*T+t."""
+    """The elements that are scored, known from the data alone. Flat rows are b*T+t. Nothing here depends on the target."""
 
     anchor_N: Tensor
     """Flat row of the anchor token A."""
@@ -55,15 +55,17 @@ class Layout:
     label_N: Tensor
     """Token id A+k, over the target's vocabulary."""
     teacher_N: Tensor
-    """Flat row A+k-1, whose distribution teaches the element."""
+    """Index into `pool_M` of row A+k-1, whose distribution teaches the element."""
     draft_N: Tensor
     """Which draft the element belongs to (elements of one anchor share it)."""
-    keep_N: Tensor
-    """False where the label is outside the draft vocabulary: counted as dropped, never scored."""
+    pool_M: Tensor
+    """Flat rows whose distributions teach anything at all."""
     query_BQ: Tensor
     """Feature rows (A-1) in each batch row that draft at all; -1 pads."""
     cell_N: Tensor
     """Index of the element in the flattened grid [depth, B, Q]."""
+    dropped_K: Tensor
+    """Elements left out of depth k+1 because their label is outside the draft vocabulary."""
 
     def to(self, device) -> "Layout":
         return Layout(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
@@ -127,6 +129,8 @@ class Request:
     """Rendered prompt, generation prompt included."""
     limit: int
     """Most tokens to emit."""
+    ends: tuple[int, ...] = ()
+    """Token ids that end this answer besides the target's own ends of turn."""
 
 
 @dataclass

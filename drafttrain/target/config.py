@@ -1,0 +1,28 @@
+"""What the recipe says about the target. No heavy imports: the parser reads this file."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from drafttrain.errors import UserError
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class TargetConfig:
+    """The frozen model that a drafter is made for."""
+
+    path: str
+    """Hub id, local folder, `.gguf` file, or `package:module/file.gguf` for a file inside an installed Python package."""
+    revision: str | None = None
+    """Hub revision; the commit it resolves to is what stores and checkpoints carry."""
+    dtype: str = "float32"
+    """float32 or bfloat16."""
+    trust_remote_code: bool = False
+    """Allow the target's own modelling code to run."""
+    template_arguments: dict[str, Any] = field(default_factory=dict)
+    """Given to the chat template at every rendering, e.g. {enable_thinking: false}."""
+
+    def __post_init__(self):
+        if self.dtype not in DTYPES:
+            raise UserError(f"target.dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.")
