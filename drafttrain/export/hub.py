@@ -1,0 +1,164 @@
+"""Push an exported folder to the Hugging Face Hub, in one commit.
+
+One commit, so that nobody ever downloads new weights with an old config. The push can be repeated: files that are there
+already are skipped, so a push that died is simply run again. The token is the user's cached login (or an argument); it is
+never printed, and no message of ours contains it.
+"""
+
+import time
+from pathlib import Path
+
+from drafttrain.errors import UserError
+
+RETRY_WAITS_S = (1.0, 4.0)
+"""Waits between attempts when the Hub answers with a server error. The client library retries most calls by itself, but not
+the creation of a repository and not the commit."""
+
+NEEDED = ("config.json", "model.safetensors")
+SKIPPED_SUFFIXES = (".tmp", ".lock")
+
+
+def push(folder: str | Path, repo_id: str, private: bool = True, endpoint: str | None = None, token: str | None = None) -> str:
+    """Create the repository if it is missing, and upload every file of `folder` as one commit.
+
+    `private` is for a new repository; one that exists already keeps its visibility, and is refused if it is public while a
+    private one was asked for. `endpoint` replaces the Hub's address. Returns the address of the commit.
+    Raises UserError: incomplete folder, bad name, no login, no permission, no such repository, no network, Hub down.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    files = _files(Path(folder))
+    _check_name(repo_id)
+    token = token or get_token()
+    if not token:
+        raise UserError(
+            f"Pushing to {repo_id} needs a login, but none is stored on this machine. Run `hf auth login` or set HF_TOKEN to a "
+            "token that may write, then push again."
+        )
+    api = HfApi(endpoint=endpoint, token=token)
+    for wait_s in (*RETRY_WAITS_S, None):
+        try:
+            return _push_once(api, files, repo_id, private)
+        except UserError:
+            raise
+        except Exception as error:  # every way in which the client library fails ends in one sentence
+            if wait_s is None or not _server_error(error):
+                raise explain(error, f"Pushing to {repo_id}", api.endpoint) from error
+            time.sleep(wait_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def name_warning(repo_id: str) -> str | None:
+    """What vLLM would guess from the repository's name, if that is not EAGLE-3; None if the name is good.
+
+    vLLM guesses the method from the lower-cased path when it is not told: `eagle-` means EAGLE-1, then `eagle3` EAGLE-3.
+    """
+    name = repo_id.lower()
+    if "eagle-" in name:
+        return f"The name {repo_id} contains 'eagle-', which vLLM takes for EAGLE-1 unless it is told \"method\": \"eagle3\"."
+    if "eagle3" not in name:
+        return f"The name {repo_id} does not contain 'eagle3', so vLLM cannot guess the method: always pass \"method\": \"eagle3\"."
+    return None
+
+
+def explain(error: BaseException, doing: str, endpoint: str) -> UserError:
+    """One sentence for an exception of the Hub's client library: what failed, and the way out."""
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+    cause = _http_cause(error)
+    if isinstance(cause, GatedRepoError):
+        return UserError(f"{doing} failed: the repository is gated. Ask for access on its page, then log in with `hf auth login`.")
+    if isinstance(cause, HfHubHTTPError) and cause.response is not None:
+        status = cause.response.status_code
+        if status == 401 and "Invalid credentials" in (cause.response.headers.get("X-Error-Message") or ""):
+            return UserError(f"{doing} failed: the Hub does not accept the login (401). Run `hf auth login` with a valid token.")
+        if status == 404 or isinstance(cause, RepositoryNotFoundError):
+            return UserError(
+                f"{doing} failed: the Hub knows no such repository, or this login may not see it ({status}). Check the name, and "
+                "`hf auth whoami`."
+            )
+        if status == 401:
+            return UserError(f"{doing} failed: the Hub does not accept the login (401). Run `hf auth login` with a valid token.")
+        if status == 403:
+            return UserError(
+                f"{doing} failed: this login may not write there (403). Use a token with write permission, or a repository "
+                "name in a namespace of yours (`hf auth whoami` lists them)."
+            )
+        said = (cause.response.headers.get("X-Error-Message") or cause.server_message or "no reason given").splitlines()[0]
+        way_out = "Try again later." if status >= 500 else "Mend that and push again."
+        return UserError(f"{doing} failed: the Hub answered {status} ({said.rstrip('.')}). {way_out}")
+    if isinstance(error, OfflineModeIsEnabled):
+        return UserError(f"{doing} failed: HF_HUB_OFFLINE is set. Unset it and push again.")
+    if isinstance(error, HFValidationError):
+        return UserError(f"{doing} failed: {str(error).splitlines()[0]}")
+    if _network_error(error):
+        return UserError(f"{doing} failed: {endpoint} cannot be reached ({type(error).__name__}). Check the network and push again.")
+    first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return UserError(f"{doing} failed: {type(error).__name__}: {first}. The local folder is untouched; push again.")
+
+
+def _push_once(api, files: dict[str, Path], repo_id: str, private: bool) -> str:
+    from huggingface_hub import CommitOperationAdd
+
+    if not api.repo_exists(repo_id):
+        api.create_repo(repo_id, private=private, exist_ok=True)
+    if private and not api.model_info(repo_id).private:
+        raise UserError(
+            f"{repo_id} exists and is public, but a private push was asked for. Set export.private to false to publish there, "
+            "make the repository private on its page, or choose another name."
+        )
+    operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(path)) for name, path in files.items()]
+    return api.create_commit(repo_id, operations, commit_message="Drafter exported by drafttrain").commit_url
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """The files to upload, by name in the repository. Raises UserError if the folder is no finished export."""
+    missing = [name for name in NEEDED if not (folder / name).is_file()]
+    if missing:
+        raise UserError(f"{folder} is no finished export: {' and '.join(missing)} missing. Run `drafttrain export` first.")
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    names = {path.relative_to(folder).as_posix(): path for path in paths if not path.name.endswith(SKIPPED_SUFFIXES)}
+    return {name: path for name, path in names.items() if not any(part.startswith(".") for part in name.split("/"))}
+
+
+def _check_name(repo_id: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(repo_id)
+        named = repo_id.count("/") == 1
+    except HFValidationError:
+        named = False
+    if not named:
+        raise UserError(
+            f"export.push is {repo_id!r}, but a repository is named owner/name, with letters, digits, '-', '_' and '.' only."
+        )
+
+
+def _http_cause(error: BaseException | None) -> BaseException | None:
+    """The Hub's answer behind an exception: uploads wrap it in a RuntimeError."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    while error is not None and not isinstance(error, HfHubHTTPError):
+        error = error.__cause__
+    return error
+
+
+def _server_error(error: BaseException) -> bool:
+    from huggingface_hub.errors import HfHubHTTPError
+
+    cause = _http_cause(error)
+    return isinstance(cause, HfHubHTTPError) and cause.response is not None and cause.response.status_code >= 500
+
+
+def _network_error(error: BaseException | None) -> bool:
+    """True for a failed connection or a timeout: the client library's transport errors share the base of its HTTP errors."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    transport = HfHubHTTPError.__mro__[1]
+    while error is not None:
+        if isinstance(error, (transport, ConnectionError, TimeoutError)):
+            return True
+        error = error.__cause__
+    return False
