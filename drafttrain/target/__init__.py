@@ -1,1 +1,1 @@
-
+"""The frozen target: `load_target(TargetConfig(path=...))`."""

@@ -1,0 +1,63 @@
+"""The attention switch: one place that decides how queries meet keys.
+
+Letters: B batch, H query heads, G key/value heads (grouped queries: H is a multiple of G), Q queries, S keys, D head width,
+J earlier steps of a chain. Masks are boolean, True = visible.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+FEW_QUERIES = 16
+
+
+def attend(query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, visible_B1QS: Tensor | None, scale: float | None = None) -> Tensor:
+    """Grouped-query attention under an explicit mask. Returns [B, H, Q, D].
+
+    With few queries (decoding) the grouped heads are folded into the query length, so that keys and values are read once and
+    never repeated; with many (training, prefill) repeating them is cheaper than repeating the mask.
+    """
+    B, H, Q, D = query_BHQD.shape
+    G = key_BGSD.shape[1]
+    if H == G:
+        return scaled_dot_product_attention(query_BHQD, key_BGSD, value_BGSD, visible_B1QS, scale=scale)
+    groups = H // G
+    if Q > FEW_QUERIES:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key_BGSD, value_BGSD))
+        return scaled_dot_product_attention(query_BHQD, key, value, visible_B1QS, scale=scale)
+    folded = query_BHQD.reshape(B, G, groups * Q, D)
+    if visible_B1QS is not None:
+        visible_B1QS = visible_B1QS.repeat(1, 1, groups, 1)
+    return scaled_dot_product_attention(folded, key_BGSD, value_BGSD, visible_B1QS, scale=scale).reshape(B, H, Q, D)
+
+
+def attend_chain(
+    query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, visible_BQS: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
+) -> Tensor:
+    """Attention of an unrolled drafter: shared context keys under a mask, plus each row's own keys of steps 1..j.
+
+    `own_keys[m]` is [B, G, Q, D]: row i of it is visible to row i alone, which is EAGLE-3's diagonal. One softmax runs over
+    both parts, in fp32. Returns [B, H, Q, D].
+    """
+    B, H, Q, D = query_BHQD.shape
+    G, S = key_BGSD.shape[1], key_BGSD.shape[2]
+    query = query_BHQD.reshape(B, G, H // G, Q, D) * D**-0.5
+    scores = torch.einsum("bghqd,bgsd->bghqs", query, key_BGSD).float()
+    scores = scores.masked_fill(~visible_BQS[:, None, None], float("-inf"))
+    if own_keys:
+        own_key, own_value = torch.stack(own_keys, dim=-2), torch.stack(own_values, dim=-2)  # [B, G, Q, J, D]
+        own_scores = torch.einsum("bghqd,bgqjd->bghqj", query, own_key).float()
+        scores = torch.cat([scores, own_scores], dim=-1)
+    weights = scores.softmax(-1).to(value_BGSD.dtype)
+    mixed = torch.einsum("bghqs,bgsd->bghqd", weights[..., :S], value_BGSD)
+    if own_keys:
+        mixed = mixed + torch.einsum("bghqj,bgqjd->bghqd", weights[..., S:], own_value)
+    return mixed.reshape(B, H, Q, D)
+
+
+def attend_softcapped(query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, visible_B1QS: Tensor, scale: float, cap: float) -> Tensor:
+    """Plain attention with scores squashed to cap * tanh(score / cap) before the mask (Gemma-2). Returns [B, H, Q, D]."""
+    groups = query_BHQD.shape[1] // key_BGSD.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key_BGSD, value_BGSD))
+    scores = cap * torch.tanh(query_BHQD @ key.transpose(2, 3) * scale / cap)
+    return scores.float().masked_fill(~visible_B1QS, float("-inf")).softmax(-1).to(value.dtype) @ value

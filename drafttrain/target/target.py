@@ -1,0 +1,238 @@
+"""The frozen target behind one small interface.
+
+Row t is what the target computed while reading token t: taps (outputs of chosen layers, 0-based, before the final norm) and
+`final` (after the final norm). `logits(final[t])` is its distribution for token t+1, caps and scales included; nobody computes
+logits by accident.
+
+Shapes: B batch rows, T tokens read, S keys, A taps, D width, N rows of logits, V vocabulary.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.errors import UserError
+from drafttrain.ops.attention import attend, attend_softcapped
+from drafttrain.target.cache import RaggedCache
+from drafttrain.target.template import ChatTemplate
+from drafttrain.types import Features, Identity, Sequences
+
+ATTENTION = "drafttrain"
+KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+def hf_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, position_bias=None, **kwargs):
+    """Our attention switch in the form that transformers' modelling code calls. Returns ([B, T, H, D], None)."""
+    if s_aux is not None or position_bias is not None:
+        raise UserError("this target's attention has sinks or a position bias, which the decoding engine does not implement; use another target.")
+    if softcap is not None:
+        mixed = attend_softcapped(query, key, value, attention_mask, scaling, softcap)
+    else:
+        mixed = attend(query, key, value, attention_mask, scaling)
+    return mixed.transpose(1, 2).contiguous(), None
+
+
+class Target:
+    """A frozen Hugging Face causal LM. Made by `load_target`, which also proves that this interface agrees with the model."""
+
+    def __init__(self, model: nn.Module, chat: ChatTemplate, identity: Identity, end_ids: tuple[int, ...]):
+        self.model = model.eval().requires_grad_(False)
+        self.config: Any = model.config.get_text_config()
+        self.body = model.get_decoder()
+        self.head = model.get_output_embeddings()
+        self.chat, self.tokenizer = chat, chat.tokenizer
+        self.identity, self.end_ids = identity, end_ids
+        self.layers, self.hidden, self.vocab = self.config.num_hidden_layers, self.config.hidden_size, self.config.vocab_size
+        self.max_positions: int = self.config.max_position_embeddings
+        self.masks_by_layer_type = getattr(self.config, "layer_types", None) is not None
+        self._captured: dict[int, Tensor] = {}
+        self._wanted: tuple[int, ...] = ()
+        self._hook_layers()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding_weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding_weight.dtype
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """[V, D]"""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]"""
+        return self.head.weight
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """What the first layer reads: [..., D]."""
+        return self.model.get_input_embeddings()(ids)
+
+    def check_taps(self, taps: tuple[int, ...]) -> None:
+        """Raises UserError unless the taps are strictly ascending layer numbers of this target."""
+        if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] < self.layers - 1:
+            raise UserError(
+                f"drafter.init_args.taps is {list(taps)}, but this target has layers 0 to {self.layers - 1} and taps must be ascending, "
+                f"distinct and at most {self.layers - 2} (engines hand out the last layer differently); try "
+                f"{sorted({min(1, self.layers - 2), max(self.layers // 2 - 1, 0), max(self.layers - 4, 0)})}."
+            )
+
+    @torch.no_grad()
+    def read(
+        self, ids_BT: Tensor, position_BT: Tensor, visible_BTS: Tensor, key_position_BS: Tensor, taps: tuple[int, ...], cache: RaggedCache | None = None
+    ) -> Features:
+        """Read tokens at the given positions, each seeing the keys that `visible_BTS` allows (sliding windows are added here).
+
+        Without a cache the keys are the tokens themselves (S = T); with one, they are the addressed slots.
+        """
+        full = visible_BTS[:, None]
+        self._wanted, self._captured = taps, {}
+        out = self.body(
+            input_ids=ids_BT,
+            position_ids=position_BT,
+            attention_mask=self._masks(full, position_BT, key_position_BS),
+            cache=cache,
+            use_cache=cache is not None,
+        )
+        final_BTD = out.last_hidden_state
+        # A target without taps still owes its caller a well-formed record.
+        taps_BTAD = torch.stack([self._captured[i] for i in taps], dim=2) if taps else final_BTD.new_zeros(*final_BTD.shape[:2], 0, self.hidden)
+        self._captured = {}
+        return Features(taps_BTAD, final_BTD)
+
+    def read_packed(self, sequences: Sequences, taps: tuple[int, ...]) -> Features:
+        """Features of packed chats: causal inside a document, blind across documents, no cache."""
+        document, position = sequences.document_BT, sequences.position_BT
+        T = document.shape[1]
+        causal_TT = torch.ones(T, T, dtype=torch.bool, device=document.device).tril()
+        visible = (document[:, :, None] == document[:, None, :]) & causal_TT
+        return self.read(sequences.ids_BT, position, visible, position, taps)
+
+    @torch.no_grad()
+    def logits(self, final_ND: Tensor, ids: Tensor | None = None) -> Tensor:
+        """Next-token logits [N, V], or only the columns `ids` [N, len(ids)], exactly as the target's own head gives them."""
+        weight, bias = self.head.weight, self.head.bias
+        if ids is not None:
+            weight, bias = weight[ids], None if bias is None else bias[ids]
+        logits = torch.nn.functional.linear(final_ND, weight, bias)
+        scale = getattr(self.config, "logit_scale", None)  # Cohere multiplies, Granite divides, Gemma caps
+        divisor = getattr(self.config, "logits_scaling", None)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        if scale is not None:
+            logits = logits * scale
+        if divisor is not None:
+            logits = logits / divisor
+        if cap is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def render(self, messages: list[dict]) -> list[int]:
+        """Token ids of a chat with the generation prompt at its end."""
+        return self.chat.render(messages)
+
+    def user_prefix(self) -> tuple[list[int], tuple[int, ...]]:
+        """Token ids of an open user turn, and the ids that close it (besides `end_ids`)."""
+        return self.chat.user_prefix()
+
+    def new_cache(self, batch: int, capacity: int) -> RaggedCache:
+        return RaggedCache(self.layers, batch, capacity)
+
+    def _masks(self, full_B1TS: Tensor, position_BT: Tensor, key_position_BS: Tensor):
+        window = getattr(self.config, "sliding_window", None)
+        types = set(getattr(self.config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
+        masks = {"full_attention": full_B1TS}
+        if "sliding_attention" in types:
+            near = key_position_BS[:, None, None, :] > position_BT[:, None, :, None] - window
+            masks["sliding_attention"] = full_B1TS & near
+        return masks if self.masks_by_layer_type else masks[types.pop()]
+
+    def _hook_layers(self) -> None:
+        def keep(index: int):
+            def hook(module, args, output):
+                if index in self._wanted:
+                    self._captured[index] = output if isinstance(output, Tensor) else output[0]
+
+            return hook
+
+        for index, layer in enumerate(self.body.layers[: self.layers]):
+            layer.register_forward_hook(keep(index))
+
+
+@torch.no_grad()
+def prove(target: Target) -> None:
+    """Check at load that reading through our masks, cache and head gives the model's own logits. Raises UserError.
+
+    A dozen tokens are read twice: by the model as shipped, with its own attention and masks; and by us, ragged, in two
+    pieces through the cache. What disagrees (a head that scales in a way we do not know, layers that keep recurrent state)
+    is refused here, by name, and not discovered after a day of training.
+    """
+    kind = type(target.model).__name__
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, target.vocab, (2, 12), generator=g).to(target.device)
+    with own_attention(target.model):
+        wanted = target.model(input_ids=ids, use_cache=False).logits
+    for by_type in {target.masks_by_layer_type, False}:
+        target.masks_by_layer_type = by_type
+        try:
+            got = _read_in_two_pieces(target, ids)
+        except (AttributeError, TypeError, KeyError, IndexError, ValueError, RuntimeError) as error:
+            problem = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            continue
+        gap = (got - wanted).abs().max().item()
+        allowed = (1e-3 if target.dtype == torch.float32 else 8e-2) * max(1.0, wanted.abs().max().item())
+        if gap <= allowed:
+            return
+        problem = f"logits differ by {gap:.3g}"
+    raise UserError(
+        f"target {target.identity.path} ({kind}) does not read the same through drafttrain's cache as on its own ({problem}); "
+        "its layers or its head do something that is not supported, so choose another target."
+    )
+
+
+def _read_in_two_pieces(target: Target, ids_BT: Tensor) -> Tensor:
+    B, T = ids_BT.shape
+    cache = target.new_cache(B, T + 2)
+    finals = []
+    for start, stop in ((0, 7), (7, T)):
+        slots = torch.arange(start, stop, device=ids_BT.device).expand(B, -1)
+        keys = torch.arange(stop, device=ids_BT.device).expand(B, -1)
+        cache.address(slots, extent=stop)
+        finals.append(target.read(ids_BT[:, start:stop], slots, keys[:, None, :] <= slots[:, :, None], keys, (), cache).final_BTD)
+    missing = [i for i, layer in enumerate(cache.layers) if layer.updates != 2]
+    if missing:
+        raise ValueError(f"layers {missing[:4]} keep no key/value cache")
+    return target.logits(torch.cat(finals, dim=1))
+
+
+class own_attention:
+    """Inside this context the model uses the attention it ships with (eager)."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def __enter__(self):
+        self.model.set_attn_implementation("eager")
+
+    def __exit__(self, *exc):
+        self.model.set_attn_implementation(ATTENTION)
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """The same weights in a model that transformers no longer takes for quantised (a GGUF is dequantised when it is loaded)."""
+    config = copy.deepcopy(model.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        plain = type(model)(config)
+    plain.load_state_dict(model.state_dict(), strict=True, assign=True)
+    plain.tie_weights()
+    for name, buffer in model.named_buffers():  # rotary tables are not in the state dict
+        owner, _, leaf = name.rpartition(".")
+        plain.get_submodule(owner).register_buffer(leaf, buffer, persistent=False)
+    plain.generation_config = model.generation_config
+    return plain

