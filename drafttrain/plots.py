@@ -1,0 +1,165 @@
+"""Figures from plain numbers: every function takes lists and dicts and returns a matplotlib Figure.
+
+One look for all: a method keeps its colour from figure to figure, bars carry their values, and there is no pyplot state, so
+figures can be drawn in any thread and without a display. `png(figure)` turns one into bytes.
+
+    png(acceptance_by_depth({"drafter": Acceptance([0.4, 0.3], [0.4, 0.12])}))
+"""
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+INK, FAINT, GRID = "#222222", "#767676", "#e4e4e4"
+PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+METHOD_COLOURS = {"drafter": "#0072b2", "lookup": "#e69f00", "untrained": "#8a8a8a", "plain": "#bbbbbb", "simulated": "#56b4e9"}
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Acceptance of one method at depths 1, 2, ...; None where it is not defined (no round reached that depth)."""
+
+    conditional: Sequence[float | None]
+    """Accepted at k / rounds that reached k."""
+    reach: Sequence[float | None]
+    """Accepted at k / all rounds."""
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One measured moment of a training run; None where that moment did not measure the quantity."""
+
+    tokens: float
+    loss: float | None = None
+    tau: float | None = None
+
+
+def colour(method: str, index: int = 0) -> str:
+    """The colour of a method: its own, or the palette's at `index` for one that has none."""
+    return METHOD_COLOURS.get(method, PALETTE[index % len(PALETTE)])
+
+
+def acceptance_by_depth(methods: Mapping[str, Acceptance]) -> Figure:
+    """Two panels of bars, conditional acceptance and reach, by depth and method."""
+    figure, (left, right) = _figure(2, width=9.0)
+    depths = max((len(a.reach) for a in methods.values()), default=0)
+    for axes, field, title in (
+        (left, "conditional", "Accepted, of the rounds that got there"),
+        (right, "reach", "Accepted, of all rounds"),
+    ):
+        _grouped_bars(axes, {name: getattr(a, field) for name, a in methods.items()}, depths)
+        axes.set_title(title)
+        axes.set_xlabel("depth of the draft token")
+        axes.set_ylim(0, 1.08)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    left.legend(frameon=False, fontsize=8, loc="upper right")
+    return figure
+
+
+def tau_by_method(tau: Mapping[str, float]) -> Figure:
+    """Horizontal bars of the acceptance length; the line at 1 is plain decoding."""
+    figure, (axes,) = _figure(1, width=6.0, height=0.9 + 0.42 * max(len(tau), 1))
+    names = list(tau)
+    bars = axes.barh(names, [tau[n] for n in names], color=[colour(n, i) for i, n in enumerate(names)], height=0.62)
+    axes.bar_label(bars, fmt="%.3f", padding=4, fontsize=9, color=INK)
+    axes.axvline(1.0, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+    axes.set_xlim(0, 1.15 * max([1.0, *tau.values()]))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=GRID)
+    axes.set_xlabel("tau: tokens per target pass (dashed: plain decoding)")
+    return figure
+
+
+def accepted_histogram(rounds: Mapping[str, Sequence[int]]) -> Figure:
+    """Share of the rounds that accepted 0, 1, 2, ... draft tokens, by method.
+
+    Args:
+        rounds: by method, how many rounds accepted 0, 1, 2, ... drafts.
+    """
+    figure, (axes,) = _figure(1, width=6.0)
+    shares = {name: [n / sum(counts) if sum(counts) else None for n in counts] for name, counts in rounds.items()}
+    _grouped_bars(axes, shares, max((len(c) for c in rounds.values()), default=0), first=0)
+    axes.set_ylim(0, 1.08)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set_xlabel("draft tokens accepted in a round")
+    axes.set_ylabel("share of rounds")
+    axes.legend(frameon=False, fontsize=8, loc="upper right")
+    return figure
+
+
+def training_curve(points: Sequence[CurvePoint]) -> Figure:
+    """Loss and held-out tau by tokens seen; a panel is left out where nothing was measured.
+
+    Raises:
+        ValueError: if no point holds a loss or a tau.
+    """
+    series = {
+        "training loss": [(p.tokens, p.loss) for p in points if p.loss is not None],
+        "tau on held-out prompts": [(p.tokens, p.tau) for p in points if p.tau is not None],
+    }
+    drawn = {title: values for title, values in series.items() if values}
+    if not drawn:
+        raise ValueError(f"none of the {len(points)} points holds a loss or a tau: nothing to draw")
+    figure, panels = _figure(len(drawn), width=4.5 * len(drawn))
+    for axes, (title, values) in zip(panels, drawn.items(), strict=True):
+        tau = title.startswith("tau")
+        x, y = zip(*values, strict=True)
+        marker = "o" if len(values) <= 60 else ""
+        axes.plot(x, y, color=PALETTE[0] if tau else PALETTE[5], linewidth=1.6, marker=marker, markersize=3)
+        axes.set_title(title)
+        axes.set_xlabel("tokens seen")
+        axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+        axes.grid(axis="x", visible=False)
+    return figure
+
+
+def png(figure: Figure, dpi: int = 150) -> bytes:
+    """The figure as PNG bytes, the same bytes for the same numbers (no date, no version inside)."""
+    buffer = io.BytesIO()
+    FigureCanvasAgg(figure)
+    figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def short_number(value: float) -> str:
+    """950 -> '950', 12_500 -> '12.5k', 3_000_000 -> '3M'."""
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def _figure(panels: int, width: float, height: float = 3.2) -> tuple[Figure, list[Axes]]:
+    """An empty figure in the house style, with its panels side by side."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    all_axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for axes in all_axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(FAINT)
+        axes.tick_params(colors=INK, labelsize=9, length=0)
+        axes.title.set_fontsize(10)
+        axes.xaxis.label.set(fontsize=9, color=FAINT)
+        axes.yaxis.label.set(fontsize=9, color=FAINT)
+        axes.set_axisbelow(True)
+        axes.grid(axis="y", color=GRID, linewidth=0.8)
+    return figure, all_axes
+
+
+def _grouped_bars(axes: Axes, values: Mapping[str, Sequence[float | None]], groups: int, first: int = 1) -> None:
+    """Bars of every method side by side, one group for each depth `first`, `first + 1`, ...; None draws no bar."""
+    width = 0.8 / max(len(values), 1)
+    for index, (name, heights) in enumerate(values.items()):
+        shift = (index - (len(values) - 1) / 2) * width
+        present = [(k, h) for k, h in enumerate(heights) if h is not None and math.isfinite(h)]
+        bars = axes.bar(
+            [first + k + shift for k, _ in present], [h for _, h in present], width * 0.92, color=colour(name, index), label=name
+        )
+        axes.bar_label(bars, labels=[f"{100 * h:.0f}" for _, h in present], padding=1, fontsize=7, color=FAINT)
+    axes.set_xticks(range(first, first + groups))

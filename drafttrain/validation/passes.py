@@ -1,0 +1,136 @@
+"""One pass over the prompts by one method, and what separates it from plain decoding.
+
+Every method (plain, the drafter, prompt lookup, the untrained drafter) goes through the same engine, cache and slots, so that
+times and tokens can be compared; a greedy method must emit plain decoding's tokens exactly.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drafttrain.decoding.engine import generate
+from drafttrain.decoding.measure import Counts
+from drafttrain.types import Request, Rollout, Sequences
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All prompts answered by one method."""
+
+    name: str
+    rollouts: list[Rollout]
+    """In the order of the requests."""
+    seconds: float
+    """Wall clock of the whole pass, prefills included."""
+    counts: Counts | None = None
+    """None for plain decoding, which drafts nothing."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens emitted, all prompts."""
+        return sum(len(r.answer) for r in self.rollouts)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens decoded per second. Tokens that plain decoding was asked to decode behind the end count too: they took time."""
+        return (self.tokens + sum(len(r.beyond) for r in self.rollouts)) / self.seconds
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where an answer first leaves plain decoding."""
+
+    method: str
+    key: str
+    position: int
+    """Index into the answer."""
+    plain: int | None
+    """Token of plain decoding; None where its answer had ended."""
+    other: int | None
+    gap: float | None = None
+    """How far apart the target's logits for the two tokens are there; None if one of them is missing."""
+
+    def __str__(self) -> str:
+        gap = "" if self.gap is None else f" (their logits differ by {self.gap:.2g})"
+        return (
+            f"{self.method}, prompt {self.key}, answer position {self.position}: "
+            f"plain decoding has {_token(self.plain)}, {self.method} has {_token(self.other)}{gap}"
+        )
+
+
+def run(target, requests: Sequence[Request], proposer, slots: int, overrun: int = 0) -> tuple[list[Rollout], float]:
+    """Answer the requests greedily; the rollouts in the requests' order, and the seconds it took.
+
+    Raises:
+        RuntimeError: if the engine did not answer each request exactly once.
+    """
+    _synchronize(target)
+    start = time.perf_counter()
+    rollouts = list(generate(target, requests, proposer=proposer, slots=slots, overrun=overrun))
+    _synchronize(target)
+    seconds = time.perf_counter() - start
+    by_key = {r.key: r for r in rollouts}
+    if len(rollouts) != len(requests) or set(by_key) != {r.key for r in requests}:
+        raise RuntimeError(f"the engine returned {len(rollouts)} answers ({len(by_key)} keys) for {len(requests)} prompts")
+    return [by_key[r.key] for r in requests], seconds
+
+
+def check_counts(name: str, rollouts: Sequence[Rollout], drafts: int) -> None:
+    """Hold every prompt to `1 + sum(accepted + 1) - cut = tokens emitted`, and every round to at most `drafts` accepted.
+
+    Raises:
+        RuntimeError: naming the first prompt that breaks it. Then no number of this pass means anything.
+    """
+    for r in rollouts:
+        counted = 1 + sum(a + 1 for a in r.accepted) - r.cut
+        if counted != len(r.answer):
+            raise RuntimeError(
+                f"{name}, prompt {r.key}: 1 + sum(accepted + 1) - cut = {counted}, but {len(r.answer)} tokens were emitted "
+                f"({len(r.accepted)} rounds, cut {r.cut}); the engine's records are wrong, so no report is written"
+            )
+        if any(not 0 <= a <= drafts for a in r.accepted):
+            raise RuntimeError(f"{name}, prompt {r.key}: a round accepted {max(r.accepted)} of {drafts} drafts")
+
+
+def differences(name: str, plain: Sequence[Rollout], other: Sequence[Rollout]) -> list[Difference]:
+    """The first difference of every answer that is not plain decoding's; [] if the method is lossless."""
+    found = []
+    for a, b in zip(plain, other, strict=True):
+        left, right = a.answer.tolist(), b.answer.tolist()
+        if left == right:
+            continue
+        position = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right)))
+        found.append(Difference(name, a.key, position, _at(left, position), _at(right, position)))
+    return found
+
+
+@torch.no_grad()
+def logit_gap(target, rollout: Rollout, difference: Difference) -> float | None:
+    """How much the target, reading the plain answer up to the difference in one plain pass, prefers plain decoding's token.
+
+    A gap near the rounding of the target's dtype says that two tokens tie; a large one says that the engine is wrong.
+    """
+    if difference.plain is None or difference.other is None:
+        return None
+    ids_BT = rollout.ids[: rollout.prompt_len + difference.position][None].to(target.device)
+    position_BT = torch.arange(ids_BT.shape[1], device=target.device)[None]
+    one_chat = Sequences(ids_BT, torch.zeros_like(ids_BT, dtype=torch.bool), position_BT, torch.zeros_like(ids_BT))
+    features = target.read_packed(one_chat, ())
+    logits_V = target.logits(features.final_BTD[0, -1:]).float()[0]
+    return float(logits_V[difference.plain] - logits_V[difference.other])
+
+
+def _at(tokens: list[int], position: int) -> int | None:
+    return tokens[position] if position < len(tokens) else None
+
+
+def _token(token: int | None) -> str:
+    return "nothing (it had ended)" if token is None else f"token {token}"
+
+
+def _synchronize(target) -> None:
+    """Wait for the GPU, so that a clock read next tells the truth."""
+    if torch.device(target.device).type == "cuda":
+        torch.cuda.synchronize(target.device)

@@ -1,0 +1,121 @@
+"""The numbers of a validation as one plain dict: what `report/validation.json` holds, and all that the report is written from.
+
+Definitions (one place each, in words, are in the report's last part): tau = 1 + accepted / rounds, pooled over all rounds of all
+prompts; acceptance_by_depth[k] = accepted at k / rounds that reached k; reach_by_depth[k] = accepted at k / all rounds.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from drafttrain.decoding.measure import simulate
+from drafttrain.types import Rollout
+from drafttrain.validation.config import ValidateConfig
+from drafttrain.validation.cost import Cost
+from drafttrain.validation.passes import Difference, Pass
+from drafttrain.vocab import coverage
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The accepted counts that the training forward predicts, beside those that the loop measured."""
+
+    tau: float
+    rounds: int
+    relative_difference: float
+    """(simulated - measured) / measured tau."""
+    first_disagreement: dict | None
+    """prompt, round, simulated, measured of the first round that differs; None if every round agrees."""
+
+
+def compare_simulation(target, net, plain: Pass, drafter: Pass, drafts: int) -> Simulation:
+    """Walk the plain answers with the training forward and compare, round by round, with what the loop accepted."""
+    simulated = simulate(target, net, plain.rollouts, drafts)
+    first = None
+    for rollout, accepted in zip(drafter.rollouts, simulated, strict=True):
+        if first is None and accepted != rollout.accepted:
+            first = _first_disagreement(rollout, accepted)
+    rounds = sum(map(len, simulated))
+    tau = 1 + sum(map(sum, simulated)) / max(rounds, 1)
+    measured = drafter.counts.tau
+    return Simulation(tau, rounds, (tau - measured) / measured, first)
+
+
+def _first_disagreement(rollout: Rollout, simulated: Sequence[int]) -> dict:
+    measured = rollout.accepted
+    pairs = enumerate(zip(simulated, measured, strict=False))
+    index = next((i for i, (s, m) in pairs if s != m), min(len(simulated), len(measured)))
+    return {
+        "prompt": rollout.key,
+        "round": index,
+        "simulated": simulated[index] if index < len(simulated) else None,
+        "measured": measured[index] if index < len(measured) else None,
+    }
+
+
+def summarize(
+    plain: Pass,
+    methods: Sequence[Pass],
+    found: Sequence[Difference],
+    simulation: Simulation,
+    cost: Cost | None,
+    config: ValidateConfig,
+) -> dict:
+    """Everything measured, by the names that machines read. `methods[0]` is the drafter."""
+    tables = {m.name: _method(m, plain, config.drafts, lossless=all(d.method != m.name for d in found)) for m in methods}
+    drafter = tables[methods[0].name]
+    return {
+        "tau": drafter["tau"],
+        "simulated_tau": simulation.tau,
+        "lossless": not found,
+        "prompts": len(plain.rollouts),
+        "tokens": drafter["tokens"],
+        "rounds": drafter["rounds"],
+        "acceptance_by_depth": drafter["acceptance_by_depth"],
+        "reach_by_depth": drafter["reach_by_depth"],
+        "tokens_per_second": drafter["tokens_per_second"],
+        "baseline_tokens_per_second": plain.tokens_per_second,
+        "drafts": config.drafts,
+        "speedup": drafter["speedup"],
+        "cost_ratio": cost.ratio if cost else None,
+        "lookup_tau": tables["lookup"]["tau"] if "lookup" in tables else None,
+        "untrained_tau": tables["untrained"]["tau"] if "untrained" in tables else None,
+        "methods": tables,
+        "plain": {"tokens": plain.tokens, "seconds": plain.seconds, "tokens_per_second": plain.tokens_per_second},
+        "differences": [asdict(d) for d in found],
+        "simulation": asdict(simulation),
+        "cost": cost.facts(drafter["tau"]) if cost else None,
+        "config": asdict(config),
+    }
+
+
+def _method(method: Pass, plain: Pass, drafts: int, lossless: bool) -> dict:
+    counts = method.counts
+    accepted = [a for r in method.rollouts for a in r.accepted]
+    return {
+        "tau": counts.tau,
+        "lossless": lossless,
+        "tokens": counts.tokens,
+        "rounds": counts.rounds,
+        "acceptance_by_depth": _defined(counts.acceptance_by_depth),
+        "reach_by_depth": _defined(counts.reach_by_depth),
+        "rounds_by_accepted": [accepted.count(k) for k in range(drafts + 1)],
+        "seconds": method.seconds,
+        "tokens_per_second": method.tokens_per_second,
+        "speedup": method.tokens_per_second / plain.tokens_per_second,
+    }
+
+
+def _defined(values: Sequence[float | None]) -> list[float | None]:
+    """JSON has no NaN: what no round reached is null."""
+    return [None if v is None or math.isnan(v) else float(v) for v in values]
+
+
+def draft_vocabulary(net, plain: Pass) -> dict:
+    """How large the draft vocabulary is, and which part of the held-out answer tokens it can say at all."""
+    vocabulary = net.vocabulary
+    tokens = torch.cat([r.answer for r in plain.rollouts])
+    counts_V = torch.bincount(tokens, minlength=vocabulary.size)
+    return {"size": vocabulary.draft_size, "target_size": vocabulary.size, "coverage": float(coverage(vocabulary, counts_V))}
