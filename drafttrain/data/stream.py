@@ -1,0 +1,219 @@
+"""Micro-batches for training, in windows of one optimizer step each.
+
+    window w  =  rows  start + [w, w+1) * world * accumulate * rows_per_micro_batch   of the endless row plan
+    micro-batch a of rank r  =  its slice number  a * world + r
+
+so a window holds the same chats however it is shared out (1 process x 8 accumulations = 8 processes x 1), and a run continues
+rightly with another number of processes. What each term of the loss is divided by is known before the first micro-batch of a window
+runs, because layouts follow from the data alone: this rank's counts for the whole window come with that first micro-batch.
+
+Shapes: B rows of a micro-batch, T tokens of a row, A taps, D target width.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from drafttrain.data.packing import Chats, RowPlan
+from drafttrain.data.store import TokenStore
+from drafttrain.errors import UserError
+from drafttrain.types import Features, Layout, Sequences
+
+FEATURES = ("online", "stored")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How the stored chats become batches."""
+
+    features: str = "online"
+    """online: the target reads every row inside the training step. stored: what data_prep kept on disk (prepare.features)."""
+    length: int = 2048
+    """Tokens in a packed row; longer chats are cut at the end."""
+    rows: int = 1
+    """Packed rows in a micro-batch of one process."""
+    seed: int = 0
+    """Shuffles the chats, one order for each epoch."""
+    workers: int = 0
+    """Processes that read ahead: 0 (none) or 1; the order is the same."""
+
+    def __post_init__(self):
+        if self.features not in FEATURES:
+            raise UserError(f"data.features is {self.features!r}, but must be one of {', '.join(FEATURES)}.")
+        if self.length < 2:
+            raise UserError(f"data.length is {self.length}, but a row needs at least 2 tokens.")
+        if self.rows < 1:
+            raise UserError(f"data.rows is {self.rows}, but a micro-batch needs at least 1 row.")
+        if self.seed < 0:
+            raise UserError(f"data.seed is {self.seed}, but must be 0 or more.")
+        if self.workers not in (0, 1):
+            raise UserError(f"data.workers is {self.workers}, but must be 0 or 1: two would change the order of the rows.")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which part of every window is this process's."""
+
+    rank: int = 0
+    world: int = 1
+    accumulate: int = 1
+    """Micro-batches of one process in a window (trainer.accumulate_grad_batches)."""
+    rows: int = 1
+    """Packed rows in a micro-batch (data.rows)."""
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of one optimizer step, over all processes."""
+        return self.world * self.accumulate * self.rows
+
+    def micro_rows(self, first: int, micro: int) -> range:
+        """Row numbers of this rank's micro-batch, in the window that begins with row `first`."""
+        begin = first + (micro * self.world + self.rank) * self.rows
+        return range(begin, begin + self.rows)
+
+
+class MicroBatch:
+    """What one micro-step reads. Not a dataclass: Lightning and DeepSpeed would take a dataclass apart and cast its tensors."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        features: Features | None,
+        layout: Layout,
+        micro: int,
+        last: bool,
+        window: dict[str, float] | None,
+    ):
+        self.sequences, self.features, self.layout = sequences, features, layout
+        self.micro = micro
+        """Number of this micro-batch in its window."""
+        self.last = last
+        """True for the last micro-batch of a window: the optimizer steps behind it."""
+        self.window = window
+        """With micro-batch 0: this rank's counts for the whole window (each term, plus `tokens` and `dropped`); else None."""
+
+    def to(self, device) -> "MicroBatch":
+        """The same on a device; features keep their stored type."""
+        features = None if self.features is None else self.features.to(device)
+        return MicroBatch(self.sequences.to(device), features, self.layout.to(device), self.micro, self.last, self.window)
+
+    def pin_memory(self) -> "MicroBatch":
+        """The same in page-locked memory, so that the copy to a GPU does not wait for the work queued there. DataLoader calls it."""
+        features = None if self.features is None else _pinned(self.features)
+        return MicroBatch(_pinned(self.sequences), features, _pinned(self.layout), self.micro, self.last, self.window)
+
+
+def _pinned(record):
+    return type(record)(*(getattr(record, name).pin_memory() for name in record.__dataclass_fields__))
+
+
+class WindowStream(IterableDataset):
+    """Endless micro-batches of one rank.
+
+    `layout(sequences) -> Layout` and `counts(layout) -> {term: count}` come from the drafter and the objective.
+    `start`: rows that were trained already. `features`: read the stored features along.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        plan: RowPlan,
+        share: Share,
+        layout: Callable[[Sequences], Layout],
+        counts: Callable[[Layout], dict[str, float]],
+        start: int = 0,
+        features: bool = False,
+    ):
+        self.store, self.plan, self.share = store, plan, share
+        self.layout, self.counts = layout, counts
+        self.start, self.features = start, features
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        first = self.start
+        while True:
+            yield from self.window(first)
+            first += self.share.window_rows
+
+    def window(self, first: int) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the window that begins with row `first`."""
+        share = self.share
+        rows = [share.micro_rows(first, micro) for micro in range(share.accumulate)]
+        sequences = [self.sequences(row) for row in rows]
+        layouts = [self.layout(s) for s in sequences]
+        counts = self._window_counts(sequences, layouts)
+        for micro in range(share.accumulate):
+            features = self.stored_features(rows[micro]) if self.features else None
+            last = micro == share.accumulate - 1
+            yield MicroBatch(sequences[micro], features, layouts[micro], micro, last, counts if micro == 0 else None)
+
+    def _window_counts(self, sequences: list[Sequences], layouts: list[Layout]) -> dict[str, float]:
+        total: dict[str, float] = {"tokens": 0.0, "dropped": 0.0}
+        for sequence, layout in zip(sequences, layouts, strict=True):
+            total["tokens"] += float((sequence.document_BT >= 0).sum())
+            total["dropped"] += float(layout.dropped_K.sum())
+            for name, count in self.counts(layout).items():
+                total[name] = total.get(name, 0.0) + float(count)
+        return total
+
+    def sequences(self, rows: range) -> Sequences:
+        """The packed rows, padded to the plan's length."""
+        shape = (len(rows), self.plan.length)
+        ids_BT, position_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        supervised_BT, document_BT = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1, dtype=torch.int64)
+        for b, row in enumerate(rows):
+            for document, (index, span) in enumerate(self._spans(row)):
+                chat, length = self.store.chat(index), span.stop - span.start
+                ids_BT[b, span] = chat.ids[:length]
+                supervised_BT[b, span] = chat.supervised[:length]
+                position_BT[b, span] = torch.arange(length)
+                document_BT[b, span] = document
+        return Sequences(ids_BT, supervised_BT, position_BT, document_BT)
+
+    def stored_features(self, rows: range) -> Features:
+        """The features kept by data_prep, laid out like `sequences(rows)`; padding is zero."""
+        taps_BTAD = final_BTD = None
+        for b, row in enumerate(rows):
+            for index, span in self._spans(row):
+                kept, length = self.store.chat(index, features=True).features, span.stop - span.start
+                assert kept is not None, "TokenStore.require(identity, taps) is asked before training"
+                if taps_BTAD is None or final_BTD is None:
+                    shape = (len(rows), self.plan.length)
+                    taps_BTAD = kept.taps_BTAD.new_zeros(*shape, *kept.taps_BTAD.shape[-2:])
+                    final_BTD = kept.final_BTD.new_zeros(*shape, kept.final_BTD.shape[-1])
+                taps_BTAD[b, span] = kept.taps_BTAD[:length]
+                final_BTD[b, span] = kept.final_BTD[:length]
+        assert taps_BTAD is not None and final_BTD is not None, "every row holds a chat"
+        return Features(taps_BTAD, final_BTD)
+
+    def _spans(self, row: int) -> Iterator[tuple[int, slice]]:
+        """(index in the store, place in the row) of every chat of row g."""
+        begin = 0
+        for which in self.plan[row]:
+            length = int(self.plan.chats.length_N[which])
+            yield int(self.plan.chats.which_N[which]), slice(begin, begin + length)
+            begin += length
+
+
+def make_loader(stream: WindowStream, workers: int, pin: bool) -> DataLoader:
+    """The stream behind a DataLoader. `pin`: page-locked memory, for a GPU."""
+    return DataLoader(stream, batch_size=None, num_workers=workers, pin_memory=pin)
+
+
+def plan_arithmetic(chats: Chats, share: Share, length: int, max_steps: int, padding: float) -> list[str]:
+    """Sentences that say how many tokens a run will see, and what was left out. `padding`: share of the first epoch's rows."""
+    window, filled = share.window_rows * length, 1 - padding
+    seen = max_steps * window * filled
+    lines = [
+        f"tokens/step: {share.world} processes x {share.accumulate} accumulations x {share.rows} rows x {length} tokens = {window:,}"
+        f" (of which about {padding:.1%} padding)",
+        f"{max_steps:,} steps see about {seen:,.0f} tokens = {seen / chats.tokens:.2f} epochs of {len(chats):,} chats, {chats.tokens:,} tokens",
+    ]
+    if chats.cut:
+        lines.append(
+            f"{chats.cut:,} chats are longer than a row and were cut: {chats.cut_tokens:,} tokens lost, {chats.cut_supervised:,} of them supervised"
+        )
+    if chats.left_out:
+        lines.append(f"{chats.left_out:,} chats have no two neighbouring supervised tokens and are left out")
+    return lines
