@@ -86,6 +86,8 @@ class Drafted:
     """Token read just before (A+k-1)."""
     draft_N: Tensor
     depth_N: Tensor
+    vocabulary_V: Tensor
+    """Target id of each column of the student's and teacher's logits."""
     stream_N: Tensor | None = None
     """0 clean or accepted, 1 rejected; None where every element is clean."""
     extra: dict[str, Tensor] = field(default_factory=dict)

@@ -1,0 +1,92 @@
+"""Counting what was accepted, and simulating it with the training forward. Neither is computed from the other's records.
+
+`1 + sum(accepted + 1) - cut = tokens emitted`: the first answer token comes from the prefill.
+tau = 1 + accepted / rounds, pooled over all rounds of all prompts.
+acceptance_by_depth[k] = accepted at k / rounds that reached k; reach_by_depth[k] = accepted at k / all rounds (vLLM's per_pos).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.target.target import Target
+from drafttrain.types import Rollout, Sequences
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a set of rollouts amounts to."""
+
+    prompts: int
+    tokens: int
+    """Emitted answer tokens."""
+    rounds: int
+    tau: float
+    acceptance_by_depth: list[float]
+    reach_by_depth: list[float]
+
+
+def count(rollouts: Iterable[Rollout], drafts: int) -> Counts:
+    """Pool the rounds of all rollouts. Raises RuntimeError if a rollout's books do not balance."""
+    accepted: list[int] = []
+    prompts = tokens = 0
+    for rollout in rollouts:
+        emitted = len(rollout.answer)
+        booked = 1 + sum(r + 1 for r in rollout.accepted) - rollout.cut
+        if emitted != booked:
+            raise RuntimeError(f"prompt {rollout.key}: {emitted} tokens emitted, but its rounds account for {booked}; the engine's books do not balance")
+        prompts, tokens = prompts + 1, tokens + emitted
+        accepted.extend(rollout.accepted)
+    return Counts(prompts, tokens, len(accepted), *acceptance(accepted, drafts))
+
+
+def acceptance(accepted: Sequence[int], drafts: int) -> tuple[float, list[float], list[float]]:
+    """(tau, acceptance by depth, reach by depth) of pooled rounds."""
+    rounds = len(accepted)
+    reached = [sum(r >= k for r in accepted) for k in range(drafts + 1)]
+    conditional = [reached[k] / reached[k - 1] if reached[k - 1] else 0.0 for k in range(1, drafts + 1)]
+    reach = [reached[k] / rounds if rounds else 0.0 for k in range(1, drafts + 1)]
+    return 1 + (sum(accepted) / rounds if rounds else 0.0), conditional, reach
+
+
+@torch.no_grad()
+def simulate(target: Target, net: DrafterNet, plain: Iterable[Rollout], drafts: int) -> list[list[int]]:
+    """Accepted drafts of every round, per rollout, walking plain answers with the *training* forward unrolled to `drafts`.
+
+    The rollouts come from plain decoding with `overrun=drafts`, so that drafts reaching past the end have labels too. The
+    target reads each text afresh, without a cache.
+    """
+    net.eval()
+    return [_walk(_hits(target, net, rollout, drafts), rollout) for rollout in plain]
+
+
+def simulated_tau(accepted: Iterable[Sequence[int]]) -> float:
+    """tau of simulated rounds, pooled."""
+    pooled = [r for rounds in accepted for r in rounds]
+    return 1 + (sum(pooled) / len(pooled) if pooled else 0.0)
+
+
+def _hits(target: Target, net: DrafterNet, rollout: Rollout, drafts: int) -> torch.Tensor:
+    """[T, drafts + 1] bool: whether the draft of depth k from anchor A says token A+k (column 0 unused)."""
+    ids = torch.cat([rollout.ids, rollout.beyond])[None]
+    position = torch.arange(ids.shape[1])[None]
+    sequences = Sequences(ids, position >= rollout.prompt_len, position, torch.zeros_like(ids))
+    layout = net.layout(sequences, drafts).to(target.device)
+    sequences = sequences.to(target.device)
+    drafted = net.rows(sequences, target.read_packed(sequences, net.needs.taps), layout)
+    best = drafted.vocabulary_V[net.logits(drafted.hidden_NH, drafted.prev_N).argmax(-1)]
+    hits = torch.zeros(ids.shape[1], drafts + 1, dtype=torch.bool)
+    hits[layout.anchor_N.cpu(), layout.depth_N.cpu()] = (best == drafted.label_N).cpu()
+    return hits
+
+
+def _walk(hits: torch.Tensor, rollout: Rollout) -> list[int]:
+    """From the answer's first token, anchor to anchor."""
+    accepted, anchor = [], rollout.prompt_len
+    while anchor < len(rollout.ids) - 1:
+        run = int(hits[anchor, 1:].long().cumprod(0).sum())
+        accepted.append(run)
+        anchor += run + 1
+    return accepted

@@ -1,0 +1,80 @@
+"""The two faces of a drafter. Nothing above this floor asks which class it is.
+
+Training:  `layout(sequences)` says which elements count (data only, on the CPU); `rows(...)` turns them into rows to score.
+Decoding:  `begin(batch, capacity)` makes an empty state; `commit(state, ...)` reads the features of newly accepted rows and
+           the tokens behind them, the anchor last; `step(state, tokens)` reads a drafted token. Both return what the head reads.
+A parity test holds the two together; the decoding face may never call `rows`.
+
+Shapes: B batch rows of the state, R rows of this call, T feature rows, A taps, D target width, N rows, Vd draft vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from drafttrain.drafters.decoder import DecoderShape
+from drafttrain.target.target import Target
+from drafttrain.types import Drafted, Features, Layout, Sequences
+from drafttrain.vocab import DraftVocabulary
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Base of the classes that a recipe may name as its drafter."""
+
+    def build(self, target: Target, vocabulary: DraftVocabulary) -> "DrafterNet":
+        """A fresh net on the target's device, its weights initialised from the target where that helps."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter asks of the target."""
+
+    taps: tuple[int, ...]
+    depth: int
+    """Depths that training scores."""
+
+
+class Frozen:
+    """Holds a module of the target without registering it: it is neither trained, nor saved, nor broadcast."""
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+
+
+class DrafterNet(nn.Module):
+    """A net that only computes: no loss, optimizer, logging, ranks or files."""
+
+    config: Any
+    shape: DecoderShape
+    vocabulary: DraftVocabulary
+    needs: Needs
+
+    def layout(self, sequences: Sequences, depth: int | None = None) -> Layout:
+        raise NotImplementedError
+
+    def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
+        raise NotImplementedError
+
+    def forward(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
+        return self.rows(sequences, features, layout)
+
+    def logits(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:
+        """[N, Vd]"""
+        raise NotImplementedError
+
+    def begin(self, batch: int, capacity: int) -> Any:
+        raise NotImplementedError
+
+    def commit(self, state: Any, rows_R: Tensor | None, taps_RTAD: Tensor, tokens_RT: Tensor, counts_R: Tensor, extent: int) -> Tensor:
+        """Read feature rows and the token behind each; the last of `counts_R` tokens is the anchor. Returns hidden [R, H].
+
+        `extent` bounds the slots that any row reaches until the next commit (context and chain).
+        """
+        raise NotImplementedError
+
+    def step(self, state: Any, tokens_B: Tensor) -> Tensor:
+        """Read one drafted token in every row. Returns hidden [B, H]."""
+        raise NotImplementedError

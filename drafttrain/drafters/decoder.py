@@ -1,0 +1,136 @@
+"""The decoder block that feature drafters share, in the shape (and with the names) that serving engines load.
+
+    x = [norm(embedding); norm(hidden)]            # embeddings first; 2H wide
+    h = hidden + Attention(x)                      # the residual is the un-normed hidden
+    a = h + MLP(norm(h))
+
+Shapes: B batch, T tokens, H width, G key/value heads.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.errors import UserError
+from drafttrain.target.target import Target
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    """Sizes of a drafter's block; an engine rebuilds the net from these alone."""
+
+    hidden: int
+    target_hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    rms_eps: float
+    max_positions: int
+    vocab: int
+    """The target's vocabulary."""
+    rope_parameters: dict[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(target: Target) -> "DecoderShape":
+        """The target's own sizes: same width, heads, rotary base and window of positions, so nothing has to be guessed when serving."""
+        config = target.config
+        heads = config.num_attention_heads
+        return DecoderShape(
+            hidden=target.hidden,
+            target_hidden=target.hidden,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or target.hidden // heads,
+            intermediate=config.intermediate_size,
+            rms_eps=getattr(config, "rms_norm_eps", 1e-6),
+            max_positions=target.max_positions,
+            vocab=target.vocab,
+            rope_parameters=plain_rope(config),
+        )
+
+
+def plain_rope(config: Any) -> dict[str, Any]:
+    """The target's rotary parameters as an ordinary decoder can use them: never partial, never sectioned (M-RoPE)."""
+    parameters = dict(config.rope_parameters)
+    if "full_attention" in parameters:  # one entry per kind of layer
+        parameters = dict(parameters["full_attention"])
+    for special in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
+        parameters.pop(special, None)
+    if parameters.get("rope_type") not in ("default", "linear", "dynamic", "yarn", "llama3", "longrope"):
+        raise UserError(f"the target's rotary type is {parameters.get('rope_type')!r}, which engines do not know for drafters; use another target.")
+    return parameters
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, in fp32 (Zhang & Sennrich 2019)."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Projections only: how queries meet keys differs between training, drafting and families."""
+
+    def __init__(self, shape: DecoderShape, inputs: int):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.q_proj = nn.Linear(inputs, shape.heads * shape.head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.head_dim, shape.hidden, bias=False)
+
+    def queries(self, x_BTX: Tensor) -> Tensor:
+        """[B, heads, T, head_dim]"""
+        return self.q_proj(x_BTX).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+
+    def keys_values(self, x_BTX: Tensor) -> tuple[Tensor, Tensor]:
+        """Two of [B, kv_heads, T, head_dim]"""
+        key, value = (p(x_BTX).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2) for p in (self.k_proj, self.v_proj))
+        return key, value
+
+    def output(self, mixed_BHTD: Tensor) -> Tensor:
+        """[B, T, H]"""
+        return self.o_proj(mixed_BHTD.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, shape: DecoderShape):
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FusedInputLayer(nn.Module):
+    """One block whose attention reads the embedding of the next token beside the hidden state (EAGLE-3)."""
+
+    def __init__(self, shape: DecoderShape):
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden, shape.rms_eps)
+        self.hidden_norm = RMSNorm(shape.hidden, shape.rms_eps)
+        self.self_attn = Attention(shape, inputs=2 * shape.hidden)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.rms_eps)
+        self.mlp = MLP(shape)
+
+    def mix_inputs(self, embedding_BTH: Tensor, hidden_BTH: Tensor) -> Tensor:
+        """[B, T, 2H], embeddings first."""
+        return torch.cat([self.input_layernorm(embedding_BTH), self.hidden_norm(hidden_BTH)], dim=-1)
+
+    def finish(self, hidden_BTH: Tensor, mixed_BHTD: Tensor) -> Tensor:
+        """Both residual branches: [B, T, H], before any norm."""
+        h = hidden_BTH + self.self_attn.output(mixed_BHTD)
+        return h + self.mlp(self.post_attention_layernorm(h))

@@ -1,0 +1,213 @@
+"""EAGLE-3 drafter: one decoder block that predicts the next tokens from the target's own features (Li et al. 2025, arXiv 2503.01840).
+
+    g_i = W [taps of some layers]_i                          # fused feature of row i = A-1, A the anchor
+    a_i^1 = Block(e(x_A), g_i),  a_i^k = Block(e(x_{A+k-1}), a_i^{k-1})   # then a stands in for g: training-time test
+    q_k = head(norm(a_i^k))                                  # predicts x_{A+k} over the draft vocabulary
+
+Step k of row i has rotary position i+k-1, sees the context rows (e(x_{t+1}), g_t) for t <= i and, of later steps, its own alone.
+The state fed back is the un-normed a. Embedding frozen from the target; own LM head over a draft vocabulary.
+
+Shapes: B batch, T tokens, Q drafting rows, A taps, D target width, H width, R rows of a call, M slots, N scored rows.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.drafters.base import DrafterConfig, DrafterNet, Frozen, Needs
+from drafttrain.drafters.decoder import DecoderShape, FusedInputLayer, RMSNorm
+from drafttrain.errors import UserError
+from drafttrain.layouts import chain_layout, chain_visibility
+from drafttrain.ops.attention import attend, attend_chain
+from drafttrain.ops.rotary import Rotary, rotate
+from drafttrain.target.target import Target
+from drafttrain.types import Drafted, Features, Layout, Sequences
+from drafttrain.vocab import DraftVocabulary
+
+
+@dataclass(frozen=True)
+class Eagle3(DrafterConfig):
+    """EAGLE-3 in the form that vLLM and SGLang both load: one layer, residual before the norm, taps as 0-based layer outputs."""
+
+    taps: list[int] = field(default_factory=list)
+    """Layers whose outputs are fused, 0-based, ascending. Empty: [1, n//2-1, n-4] of the target's n layers."""
+    depth: int = 5
+    """Steps that training unrolls (training-time test)."""
+    draft_vocab: int | None = 32000
+    """Tokens the head can say, chosen by counts on the training answers; null for the full vocabulary."""
+    least_coverage: float = 0.0
+    """Smallest share of the training answers' tokens that the draft vocabulary must cover."""
+
+    def __post_init__(self):
+        if self.depth < 1:
+            raise UserError(f"drafter.init_args.depth is {self.depth}, but a drafter drafts at least 1 token.")
+        if self.draft_vocab is not None and self.draft_vocab < 1:
+            raise UserError(f"drafter.init_args.draft_vocab is {self.draft_vocab}, but must be at least 1, or null for the full vocabulary.")
+        if list(self.taps) != sorted(set(self.taps)) or any(tap < 0 for tap in self.taps):
+            raise UserError(f"drafter.init_args.taps is {list(self.taps)}, but must be distinct ascending 0-based layer numbers.")
+        if not 0 <= self.least_coverage <= 1:
+            raise UserError(f"drafter.init_args.least_coverage is {self.least_coverage}, but is a share between 0 and 1.")
+
+    def taps_of(self, target: Target) -> tuple[int, ...]:
+        """The taps asked for, or the defaults for this target; raises UserError if the target has no such layers."""
+        n = target.layers
+        taps = tuple(self.taps) or tuple(sorted({min(1, n - 2), max(n // 2 - 1, 0), max(n - 4, 0)}))
+        target.check_taps(taps)
+        return taps
+
+    def build(self, target: Target, vocabulary: DraftVocabulary) -> "Eagle3Net":
+        net = Eagle3Net(self, DecoderShape.of(target), self.taps_of(target), vocabulary, Frozen(target.model.get_input_embeddings()))
+        with torch.no_grad():
+            net.lm_head.weight.copy_(target.head_weight[vocabulary.ids.to(target.device)].float())
+        return net.to(target.device)
+
+
+@dataclass
+class ChainState:
+    """Keys and values [B, G, M, D] of each row's context, and how far each row is."""
+
+    keys: Tensor
+    values: Tensor
+    length_B: Tensor
+    """Context rows stored; the anchor is token number `length`."""
+    hidden_BH: Tensor
+    """Un-normed state of the last step."""
+    ahead: int = 0
+    """Steps drafted behind the context."""
+    extent: int = 0
+    """Slots that queries look at: no row is longer than this within the round, known without asking the device."""
+
+    def select(self, rows: Tensor) -> None:
+        """Keep only these rows, in this order."""
+        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.length_B, self.hidden_BH = self.length_B[rows], self.hidden_BH[rows]
+
+
+class Eagle3Net(DrafterNet):
+    """The trainable weights; tensor names are those of the serving format."""
+
+    def __init__(self, config: Eagle3, shape: DecoderShape, taps: tuple[int, ...], vocabulary: DraftVocabulary, embedding: Frozen):
+        super().__init__()
+        self.config, self.shape, self.vocabulary = config, shape, vocabulary
+        self.needs = Needs(taps, config.depth)
+        self.embedding = embedding
+        self.fc = nn.Linear(len(taps) * shape.target_hidden, shape.hidden, bias=False)
+        self.midlayer = FusedInputLayer(shape)
+        self.norm = RMSNorm(shape.hidden, shape.rms_eps)
+        self.lm_head = nn.Linear(shape.hidden, len(vocabulary.ids), bias=False)
+        self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope_parameters)
+        self.register_buffer("speakable_V", vocabulary.ids, persistent=False)
+        self._speaks = vocabulary.t2d
+
+    def embed(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Frozen embedding of the target, [..., H]."""
+        with torch.no_grad():
+            return self.embedding.module(ids).to(dtype)
+
+    def logits(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:
+        return self.lm_head(hidden_NH)
+
+    # ---- training face -------------------------------------------------------------------------------------------------
+
+    def layout(self, sequences: Sequences, depth: int | None = None) -> Layout:
+        return chain_layout(sequences, depth or self.needs.depth, self._speaks)
+
+    def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
+        """Unroll from every drafting row, each step reading the text's own next token."""
+        ids_BT, T = sequences.ids_BT, sequences.ids_BT.shape[1]
+        B, Q = layout.query_BQ.shape
+        depth = len(layout.dropped_K)
+        dtype = self.fc.weight.dtype
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        fused_BTH = self.fc(features.taps_BTAD.to(dtype).flatten(2))
+        row_BQ = layout.query_BQ.clamp(min=0)
+        visible_BQT = chain_visibility(sequences, layout.query_BQ)
+        position_BQ = sequences.position_BT.gather(1, row_BQ)
+
+        behind_BT = torch.cat([ids_BT[:, 1:], ids_BT[:, -1:]], dim=1)  # the token that row t reads: t+1
+        context = layer.mix_inputs(self.embed(behind_BT, dtype), fused_BTH)
+        key, value = attention.keys_values(context)
+        key = rotate(key, *self.rotary(sequences.position_BT, key.dtype))
+
+        pick = row_BQ[..., None]
+        inputs = context.gather(1, pick.expand(-1, -1, context.shape[-1]))
+        hidden = fused_BTH.gather(1, pick.expand(-1, -1, fused_BTH.shape[-1]))
+        own_keys: list[Tensor] = []
+        own_values: list[Tensor] = []
+        outputs = []
+        for step in range(depth):
+            turn = self.rotary(position_BQ + step, key.dtype)
+            if step:
+                token_BQ = ids_BT.gather(1, (row_BQ + 1 + step).clamp(max=T - 1))
+                inputs = layer.mix_inputs(self.embed(token_BQ, dtype), hidden)
+                own_key, own_value = attention.keys_values(inputs)
+                own_keys.append(rotate(own_key, *turn))
+                own_values.append(own_value)
+            query = rotate(attention.queries(inputs), *turn)
+            hidden = layer.finish(hidden, attend_chain(query, key, value, visible_BQT, own_keys, own_values))
+            outputs.append(self.norm(hidden))
+        grid = torch.stack(outputs).flatten(0, 2)  # [depth * B * Q, H]
+        return Drafted(
+            hidden_NH=grid[layout.cell_N],
+            teacher_MD=features.final_BTD.flatten(0, 1)[layout.pool_M],
+            row_N=layout.teacher_N,
+            label_N=layout.label_N,
+            prev_N=ids_BT.flatten()[layout.anchor_N + layout.depth_N - 1],
+            draft_N=layout.draft_N,
+            depth_N=layout.depth_N,
+            vocabulary_V=self.speakable_V,
+        )
+
+    # ---- decoding face -------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: int, capacity: int) -> ChainState:
+        weight, shape = self.fc.weight, self.shape
+        keys = weight.new_zeros(batch, shape.kv_heads, capacity, shape.head_dim)
+        length = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        return ChainState(keys, torch.zeros_like(keys), length, weight.new_zeros(batch, shape.hidden))
+
+    @torch.no_grad()
+    def commit(self, state: ChainState, rows_R: Tensor | None, taps_RTAD: Tensor, tokens_RT: Tensor, counts_R: Tensor, extent: int) -> Tensor:
+        """Append context rows; only the last valid one (it reads the anchor) asks a question. Rows beyond `counts_R` are padding:
+        they land behind the row's length and are overwritten by what comes next. A row with a count of 0 is idle and stays as it is."""
+        rows = torch.arange(len(state.length_B), device=counts_R.device) if rows_R is None else rows_R
+        R, T = tokens_RT.shape
+        dtype = self.fc.weight.dtype
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        slots_RT = state.length_B[rows][:, None] + torch.arange(T, device=rows.device)
+        fused = self.fc(taps_RTAD.to(dtype).flatten(2))
+        inputs = layer.mix_inputs(self.embed(tokens_RT, dtype), fused)
+        key, value = attention.keys_values(inputs)
+        state.keys[rows[:, None], :, slots_RT] = rotate(key, *self.rotary(slots_RT, dtype)).transpose(1, 2)
+        state.values[rows[:, None], :, slots_RT] = value.transpose(1, 2)
+        state.length_B[rows] += counts_R
+        state.ahead, state.extent = 0, min(extent, state.keys.shape[2])
+        last = (counts_R - 1).clamp(min=0)[:, None, None]
+        inputs, fused = (x.gather(1, last.expand(-1, -1, x.shape[-1])) for x in (inputs, fused))
+        hidden_RH = self._ask(state, rows_R, inputs, fused, (state.length_B[rows] - 1).clamp(min=0)[:, None])
+        state.hidden_BH[rows] = hidden_RH
+        return self.norm(hidden_RH)
+
+    @torch.no_grad()
+    def step(self, state: ChainState, tokens_B: Tensor) -> Tensor:
+        dtype = self.fc.weight.dtype
+        state.ahead += 1
+        slot_B1 = (state.length_B - 1 + state.ahead)[:, None]
+        hidden_B1H = state.hidden_BH[:, None]
+        inputs = self.midlayer.mix_inputs(self.embed(tokens_B[:, None], dtype), hidden_B1H)
+        key, value = self.midlayer.self_attn.keys_values(inputs)
+        rows = torch.arange(len(tokens_B), device=tokens_B.device)[:, None]
+        state.keys[rows, :, slot_B1] = rotate(key, *self.rotary(slot_B1, dtype)).transpose(1, 2)
+        state.values[rows, :, slot_B1] = value.transpose(1, 2)
+        state.hidden_BH = self._ask(state, None, inputs, hidden_B1H, slot_B1)
+        return self.norm(state.hidden_BH)
+
+    def _ask(self, state: ChainState, rows_R: Tensor | None, inputs_R1X: Tensor, hidden_R1H: Tensor, slot_R1: Tensor) -> Tensor:
+        """One query per row, seeing its context and its own chain (slots <= its own): un-normed state [R, H]."""
+        keys, values = state.keys[:, :, : state.extent], state.values[:, :, : state.extent]
+        if rows_R is not None:
+            keys, values = keys[rows_R], values[rows_R]
+        visible = torch.arange(state.extent, device=slot_R1.device) <= slot_R1[:, :, None]
+        query = rotate(self.midlayer.self_attn.queries(inputs_R1X), *self.rotary(slot_R1, inputs_R1X.dtype))
+        return self.midlayer.finish(hidden_R1H, attend(query, keys, values, visible[:, None]))[:, 0]

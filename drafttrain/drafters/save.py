@@ -1,0 +1,98 @@
+"""A trained drafter on disk: `drafter.safetensors` (weights and d2t) and `drafter.json` (class, arguments, target, facts).
+
+No pickles, nothing of the target, no training state: this is what exporting, validating and warm starts read.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.errors import UserError
+from drafttrain.target.target import Target
+from drafttrain.types import Identity
+from drafttrain.vocab import DraftVocabulary
+
+CLASSES: dict[str, type[DrafterConfig]] = {"Eagle3": Eagle3}
+
+
+def save_drafter(folder: Path, net: DrafterNet, config: DrafterConfig, identity: Identity, facts: dict, weights: dict | None = None) -> None:
+    """Write the folder whole or not at all. `weights` stands in for the net's own state dict (sharded training)."""
+    folder = Path(folder)
+    making = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(making, ignore_errors=True)
+    making.mkdir(parents=True)
+    tensors = {name: value.detach().cpu().contiguous() for name, value in (weights or net.state_dict()).items()}
+    tensors["d2t"] = net.vocabulary.d2t
+    save_file(tensors, str(making / "drafter.safetensors"))
+    record = {"class_path": type(config).__name__, "init_args": asdict(config), "identity": asdict(identity), "facts": facts}
+    (making / "drafter.json").write_text(json.dumps(record, indent=1, sort_keys=True))
+    for name in ("drafter.safetensors", "drafter.json"):
+        with open(making / name, "rb") as stream:
+            os.fsync(stream.fileno())
+    replace_folder(making, folder)
+
+
+def replace_folder(made: Path, place: Path) -> None:
+    """Put a finished folder in its place; the old one exists until the new one is there."""
+    old = place.with_name(place.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        os.replace(place, old)
+    os.replace(made, place)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_folder(place: Path) -> None:
+    """Undo a replacement that was killed between its two renames."""
+    old = place.with_name(place.name + ".old")
+    if not place.exists() and old.exists():
+        os.replace(old, place)
+
+
+def read_record(folder: Path) -> dict:
+    """drafter.json of a saved drafter. Raises UserError if there is none."""
+    restore_folder(Path(folder))
+    file = Path(folder) / "drafter.json"
+    try:
+        return json.loads(file.read_text())
+    except FileNotFoundError:
+        raise UserError(f"{folder} holds no trained drafter (no drafter.json); run train first.") from None
+    except ValueError:
+        raise UserError(f"{file} is damaged; train again from checkpoints/last, or restore it.") from None
+
+
+def check_identity(made_with: dict, target: Target, what: str) -> None:
+    """Raises UserError that names every difference between the target at hand and the one something was made with."""
+    now = asdict(target.identity)
+    differences = [f"{key} {made_with.get(key)!r} there, {now[key]!r} here" for key in now if key != "path" and made_with.get(key) != now[key]]
+    if differences:
+        raise UserError(f"{what} was made with another target ({'; '.join(differences)}); use the target it was made with, or make it again with this one.")
+
+
+def load_drafter(folder: Path, target: Target) -> tuple[DrafterNet, dict]:
+    """The net on the target's device, in eval mode, and its record. Raises UserError for another target or damaged files."""
+    record = read_record(folder)
+    check_identity(record["identity"], target, str(folder))
+    if record["class_path"] not in CLASSES:
+        raise UserError(f"{folder} holds a {record['class_path']}, which this version does not know ({', '.join(CLASSES)}); update drafttrain.")
+    try:
+        tensors = load_file(str(Path(folder) / "drafter.safetensors"))
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{folder}/drafter.safetensors cannot be read ({error}); train again from checkpoints/last, or restore it.") from error
+    vocabulary = DraftVocabulary.from_d2t(tensors.pop("d2t"), target.vocab)
+    net = CLASSES[record["class_path"]](**record["init_args"]).build(target, vocabulary)
+    own = net.state_dict()
+    missing, extra = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
+    wrong = [f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in own if name in tensors and tensors[name].shape != own[name].shape]
+    if missing or extra or wrong:
+        raise UserError(f"{folder} does not fit its own record (missing {missing}, unknown {extra}, shapes {wrong}); it is damaged, so train again.")
+    net.load_state_dict({name: value.to(torch.float32) for name, value in tensors.items()})
+    return net.eval(), record

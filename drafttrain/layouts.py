@@ -1,0 +1,71 @@
+"""Which elements are scored: layouts are data, built on the CPU before the target runs.
+
+An element (anchor A, depth k) exists iff tokens A, A+1, ..., A+k are all supervised and of one document: a draft from a
+prompt token, past an end of turn, or across a turn is never served. One whose label is outside the draft vocabulary is
+dropped, and counted.
+
+Shapes: B batch rows, T tokens, Q drafting rows, N scored elements, K depths, M teacher rows.
+"""
+
+import torch
+from torch import Tensor
+
+from drafttrain.types import Layout, Sequences
+
+QUERY_MULTIPLE = 32
+"""Drafting rows are padded to a multiple of this, so that shapes repeat and kernels and allocations are reused."""
+
+
+def run_lengths(sequences: Sequences) -> Tensor:
+    """[B, T]: how many tokens from t on are supervised without a gap, inside t's document (0 where t is not)."""
+    supervised, document = sequences.supervised_BT, sequences.document_BT
+    B, T = supervised.shape
+    ends = ~supervised
+    ends[:, 1:] |= document[:, 1:] != document[:, :-1]  # a run may start here, but none goes on across
+    # The run from t on ends before the first stop behind t: the smallest stop index in t+1..T.
+    index = torch.arange(T).expand(B, T)
+    stop = torch.where(ends, index, T)
+    behind = torch.cat([stop[:, 1:], torch.full((B, 1), T)], dim=1).flip(1).cummin(1).values.flip(1)
+    return torch.where(supervised, behind - index, 0)
+
+
+def chain_layout(sequences: Sequences, depth: int, speakable_V: Tensor) -> Layout:
+    """Elements of a drafter that is unrolled `depth` steps from every anchor (EAGLE family): row A-1 drafts A+1, ..., A+depth.
+
+    `speakable_V` marks the draft vocabulary. The anchor needs a feature row before it, so A is never a document's first token.
+    """
+    B, T = sequences.ids_BT.shape
+    run = run_lengths(sequences)
+    starts = sequences.position_BT == 0
+    anchors = (run >= 2) & ~starts
+    widest = int(anchors.sum(1).max()) if anchors.any() else 0
+    Q = max(-(-widest // QUERY_MULTIPLE) * QUERY_MULTIPLE, QUERY_MULTIPLE)
+    query_BQ = torch.full((B, Q), -1)
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("anchor", "depth", "label", "teacher", "cell")}
+    dropped_K = torch.zeros(depth, dtype=torch.long)
+    for b in range(B):
+        at = anchors[b].nonzero()[:, 0]
+        query_BQ[b, : len(at)] = at - 1
+        for k in range(1, depth + 1):
+            reaches = (run[b, at] > k).nonzero()[:, 0]
+            anchor = at[reaches]
+            label = sequences.ids_BT[b, anchor + k]
+            said = speakable_V[label]
+            dropped_K[k - 1] += int((~said).sum())
+            columns["anchor"].append(b * T + anchor[said])
+            columns["depth"].append(torch.full((int(said.sum()),), k))
+            columns["label"].append(label[said])
+            columns["teacher"].append(b * T + anchor[said] + k - 1)
+            columns["cell"].append(((k - 1) * B + b) * Q + reaches[said])
+    flat = {name: torch.cat(parts) for name, parts in columns.items()}
+    pool_M, teacher_N = torch.unique(flat["teacher"], return_inverse=True)
+    return Layout(flat["anchor"], flat["depth"], flat["label"], teacher_N, flat["anchor"], pool_M, query_BQ, flat["cell"], dropped_K)
+
+
+def chain_visibility(sequences: Sequences, query_BQ: Tensor) -> Tensor:
+    """[B, Q, T]: a row that drafts sees the feature rows up to and including its own, in its document. Padding sees row 0."""
+    T = sequences.ids_BT.shape[1]
+    row = query_BQ.clamp(min=0)
+    document_Q = sequences.document_BT.gather(1, row)
+    keys_T = torch.arange(T, device=row.device)
+    return (keys_T <= row[:, :, None]) & (sequences.document_BT[:, None, :] == document_Q[:, :, None])

@@ -1,0 +1,184 @@
+"""The loop against transformers' own greedy decoding, and speculative against plain, token for token."""
+
+import pytest
+import torch
+
+from drafttrain.decoding.engine import generate
+from drafttrain.decoding.measure import count, simulate
+from drafttrain.decoding.propose import ChainProposer, LookupProposer
+from drafttrain.decoding.sampling import Sampling, choose_tokens, probabilities, stream_of, uniforms
+from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.errors import UserError
+from drafttrain.target.target import own_attention
+from drafttrain.types import Request
+from drafttrain.vocab import DraftVocabulary
+
+LIMIT = 24
+
+
+def requests_for(target, lengths=(5, 17, 9, 30, 2, 11, 8), limit=LIMIT):
+    g = torch.Generator().manual_seed(3)
+    return [Request(f"p{i}", tuple(torch.randint(3, target.vocab, (n,), generator=g).tolist()), limit) for i, n in enumerate(lengths)]
+
+
+def plain_of(target, requests, **kw):
+    return {r.key: r for r in generate(target, requests, slots=3, **kw)}
+
+
+class Meddler:
+    """Proposes the plain answer with errors at known places, so that every accepted count occurs."""
+
+    def __init__(self, requests, plain, drafts):
+        self.drafts, self.taps = drafts, ()
+        self.text = {plain[r.key].ids[: len(r.ids)].tolist().__str__(): torch.cat([plain[r.key].ids, plain[r.key].beyond]) for r in requests}
+        self.turn = 0
+
+    def begin(self, batch, capacity):
+        self.row_text = [None] * batch
+
+    def admit(self, rows_R, tokens_RM, counts_R, taps_RTAD, extent):
+        for row, tokens, n in zip(rows_R.tolist(), tokens_RM, counts_R.tolist(), strict=True):
+            self.row_text[row] = self.text[str(tokens[:n].tolist())]
+
+    def propose(self, tokens_BM, length_B):
+        out = torch.zeros(len(length_B), self.drafts, dtype=torch.long)
+        for b, n in enumerate(length_B.tolist()):
+            text = self.row_text[b]
+            for k in range(self.drafts):
+                self.turn += 1
+                right = n + 1 + k < len(text) and self.turn % 5
+                out[b, k] = text[n + 1 + k] if right else 3
+        return out
+
+    def commit(self, *args):
+        pass
+
+    def select(self, rows):
+        self.row_text = [self.row_text[b] for b in rows.tolist()]
+
+
+def test_plain_equals_transformers_generate(any_target):
+    requests = requests_for(any_target)
+    mine = plain_of(any_target, requests)
+    with own_attention(any_target.model), torch.no_grad():
+        for request in requests:
+            ids = torch.tensor([request.ids])
+            theirs = any_target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False, eos_token_id=list(any_target.end_ids))
+            assert mine[request.key].ids.tolist() == theirs[0].tolist()
+
+
+@pytest.mark.parametrize("drafts", [1, 4])
+def test_speculative_equals_plain_whatever_is_proposed(any_target, drafts):
+    requests = requests_for(any_target)
+    plain = plain_of(any_target, requests, overrun=drafts)
+    net = Eagle3(taps=[0, 1, 3], draft_vocab=None).build(any_target, DraftVocabulary.full(any_target.vocab))
+    seen = set()
+    for proposer in (Meddler(requests, plain, drafts), LookupProposer(drafts), ChainProposer(net, drafts)):
+        for slots in (1, 3):
+            rollouts = list(generate(any_target, requests, proposer=proposer, slots=slots))
+            assert sorted(r.key for r in rollouts) == sorted(plain)
+            for rollout in rollouts:
+                assert rollout.ids.tolist() == plain[rollout.key].ids.tolist(), (type(proposer).__name__, rollout.key)
+                seen.update(rollout.accepted)
+            count(rollouts, drafts)
+    assert seen == set(range(drafts + 1))  # a test in which nothing is ever accepted would prove little
+
+
+def test_sampled_speculative_says_what_sampled_plain_says(tiny_llama):
+    requests = requests_for(tiny_llama)
+    sampling = Sampling(temperature=0.9, top_p=0.9, top_k=50, seed=7)
+    plain = plain_of(tiny_llama, requests, sampling=sampling, overrun=4)
+    alone = {r.key: r for request in requests for r in generate(tiny_llama, [request], sampling=sampling)}
+    rollouts = list(generate(tiny_llama, requests, proposer=Meddler(requests, plain, 4), sampling=sampling, slots=3))
+    for rollout in rollouts:
+        assert rollout.ids.tolist() == plain[rollout.key].ids.tolist() == alone[rollout.key].ids.tolist()
+    assert max(max(r.accepted, default=0) for r in rollouts) == 4
+    other = plain_of(tiny_llama, requests, sampling=Sampling(temperature=0.9, seed=8))
+    assert any(other[k].ids.tolist() != plain[k].ids.tolist() for k in plain)
+
+
+def test_draws_follow_the_distribution():
+    """Chi-square of 20,000 draws against the probabilities, temperature, top-k and top-p applied (99.9% quantile, 9 kept tokens)."""
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5, -2.0, -2.5, -3.0, -3.5])
+    sampling = Sampling(temperature=1.3, top_k=9, top_p=0.999)
+    p = probabilities(logits, sampling)
+    p = p / p.sum()
+    assert int((p > 0).sum()) == 9
+    n = 20000
+    streams = torch.tensor([stream_of(f"row{i}", 0) for i in range(20)])
+    positions = torch.arange(n // 20).expand(20, -1)
+    drawn = choose_tokens(logits.expand(20, n // 20, -1), sampling, streams, positions).flatten()
+    seen = torch.bincount(drawn, minlength=12).double()
+    assert seen[p == 0].sum() == 0
+    expected = p[p > 0].double() * n
+    chi2 = ((seen[p > 0] - expected) ** 2 / expected).sum()
+    assert chi2 < 26.1
+    u = uniforms(streams, positions)
+    assert 0 <= float(u.min()) and float(u.max()) < 1 and abs(float(u.mean()) - 0.5) < 0.01
+
+
+def test_features_kept_while_answering_equal_a_fresh_reading(any_target):
+    from drafttrain.types import Sequences
+
+    requests = requests_for(any_target)
+    for rollout in generate(any_target, requests, slots=3, taps=(0, 2), keep_features=True):
+        ids = rollout.ids[None]
+        position = torch.arange(ids.shape[1])[None]
+        fresh = any_target.read_packed(Sequences(ids, position > 0, position, torch.zeros_like(ids)), (0, 2))
+        torch.testing.assert_close(rollout.taps_TAD[:-1], fresh.taps_BTAD[0, :-1], atol=2e-4, rtol=1e-3)
+        torch.testing.assert_close(rollout.final_TD[:-1], fresh.final_BTD[0, :-1], atol=2e-4, rtol=1e-3)
+        assert rollout.taps_TAD[-1].abs().sum() == 0
+
+
+def test_simulated_rounds_equal_measured_rounds(any_target):
+    """The training forward, walked anchor to anchor over the plain answer, accepts exactly what the loop accepted."""
+    requests = requests_for(any_target, limit=40)
+    drafts = 3
+    plain = plain_of(any_target, requests, overrun=drafts)
+    # A head that copies the target's own makes some drafts right; a vocabulary with holes makes some impossible.
+    vocabulary = DraftVocabulary(torch.arange(0, any_target.vocab, 1)[torch.arange(any_target.vocab) % 7 != 3], any_target.vocab)
+    torch.manual_seed(1)
+    net = Eagle3(taps=[0, 1, 3], draft_vocab=len(vocabulary.ids)).build(any_target, vocabulary)
+    overfit(any_target, net, plain.values())
+    measured = {r.key: r.accepted for r in generate(any_target, requests, proposer=ChainProposer(net, drafts), slots=3)}
+    simulated = dict(zip(plain, simulate(any_target, net, plain.values(), drafts), strict=True))
+    assert simulated == measured
+    assert sum(map(sum, measured.values())) > 10
+
+
+def overfit(target, net, rollouts, steps=60):
+    """Teach the net these very answers, so that drafts of every depth get accepted."""
+    from drafttrain.losses import SoftCrossEntropy
+    from drafttrain.types import Sequences
+
+    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
+    batches = []
+    for rollout in rollouts:
+        ids = rollout.ids[None]
+        position = torch.arange(ids.shape[1])[None]
+        sequences = Sequences(ids, position >= rollout.prompt_len, position, torch.zeros_like(ids))
+        batches.append((sequences, target.read_packed(sequences, net.needs.taps), net.layout(sequences, 3)))
+    objective = SoftCrossEntropy()
+    for _ in range(steps):
+        for sequences, features, layout in batches:
+            if not len(layout.depth_N):
+                continue
+            terms, _ = objective.terms(net.rows(sequences, features, layout), net.logits, lambda f: target.logits(f, net.speakable_V), 3)
+            loss = sum(t.coefficient * t.sum / t.count.clamp(min=1) for t in terms.values())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    net.eval()
+
+
+def test_a_limit_of_one_and_an_early_end(tiny_llama):
+    [rollout] = generate(tiny_llama, [Request("a", (5, 6, 7), 1)])
+    assert len(rollout.answer) == 1 and rollout.accepted == [] and rollout.cut == 0
+    first = int(rollout.answer[0])
+    [stopped] = generate(tiny_llama, [Request("a", (5, 6, 7), 9, ends=(first,))])
+    assert stopped.stopped and stopped.answer.tolist() == [first]
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(tiny_llama):
+    with pytest.raises(UserError, match="512 positions"):
+        list(generate(tiny_llama, [Request("long", tuple([5] * 500), 20)]))
