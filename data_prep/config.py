@@ -1,0 +1,49 @@
+"""The recipe's `prepare:` section. Loads nothing heavy: help texts and errors are made from it."""
+
+from dataclasses import dataclass
+
+from data_prep.sources import PromptSource, require
+from drafttrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class PrepareConfig:
+    """Which prompts the target answers, and how."""
+
+    prompts: list[PromptSource]
+    """Where prompts come from: SelfPrompts, JsonlPrompts."""
+    held_out: int = 20
+    """Prompts split off before answering, for measuring tau; answered greedily, never trained on."""
+    held_out_source: str | None = None
+    """Name of the source that held-out prompts come from; null = all."""
+    near_duplicate: float = 0.7
+    """Training prompts at least this similar to a held-out one are dropped (share of common three-word runs, Jaccard)."""
+    temperature: float = 0.7
+    """Temperature of the training answers; 0 = greedy."""
+    top_p: float = 1.0
+    """Nucleus of the training answers."""
+    max_tokens: int = 256
+    """Most tokens of a training answer."""
+    max_prompt: int = 512
+    """Most tokens of a prompt with its template; longer ones are dropped."""
+    held_out_max_tokens: int = 256
+    """Most tokens of a held-out answer."""
+    slots: int = 32
+    """Chats answered at once. May be changed between restarts."""
+    chunk: int = 64
+    """Prompts per shard: the unit of work that a killed run does again."""
+    seed: int = 0
+    """Seed of the split and of every prompt's own random stream."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.prompts), "prepare.prompts", self.prompts, "a list with at least one source, such as SelfPrompts")
+        names = [source.name for source in self.prompts]
+        if len(set(names)) != len(names):
+            raise UserError(f"prepare.prompts has two sources of one name ({', '.join(names)}); give each its own `name`.")
+        if self.held_out_source is not None and self.held_out_source not in names:
+            raise UserError(f"prepare.held_out_source is {self.held_out_source}, but the sources are {', '.join(names)}.")
+        for name in ("held_out", "max_tokens", "max_prompt", "held_out_max_tokens", "slots", "chunk"):
+            require(getattr(self, name) >= 1, f"prepare.{name}", getattr(self, name), "at least 1")
+        require(0 < self.near_duplicate <= 1, "prepare.near_duplicate", self.near_duplicate, "above 0 and at most 1 (1 = identical only)")
+        require(self.temperature >= 0, "prepare.temperature", self.temperature, "0 (greedy) or more")
+        require(0 < self.top_p <= 1, "prepare.top_p", self.top_p, "above 0 and at most 1 (1 = off)")

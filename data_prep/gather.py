@@ -1,0 +1,115 @@
+"""Everything before the first answer: collect prompts, drop what cannot be asked, split off the held-out set, write it down.
+
+    prompts.jsonl, held_out.jsonl   {"key", "source", "messages"} a line
+    dropped.jsonl                   {"row", "reason"} a line
+    prompts.json                    written last: the ledger so far and what each source gave
+"""
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.config import PrepareConfig
+from data_prep.ledger import Ledger
+from data_prep.sources import Prompt, Work
+from data_prep.split import hold_out, near_duplicates
+from data_prep.text import normal
+from drafttrain.errors import UserError
+from drafttrain.files import read_json, sha256_file, write_json_atomic, write_jsonl_atomic
+
+
+@dataclass
+class Gathered:
+    """Prompts to be answered, and the account of those that will not be."""
+
+    training: list[Prompt]
+    held_out: list[Prompt]
+    ledger: Ledger
+    sources: dict[str, dict]
+    """Name of each source -> its own {"in", "kept", "dropped"}."""
+
+
+def gather(config: PrepareConfig, work: Work) -> Gathered:
+    """From what an earlier process wrote down, if it got that far. UserError if no prompt is left, or the files were changed."""
+    if (work.folder / "prompts.json").exists():
+        return _read(work.folder)
+    ledger, sources = Ledger(), {}
+    prompts: list[Prompt] = []
+    for source in config.prompts:
+        own = Ledger()
+        found = source.collect(work, own)
+        sources[source.name] = own.facts(len(found))
+        ledger.add(own)
+        prompts += found
+    usable = askable(prompts, work, config.max_prompt, ledger)
+    training, held_out = hold_out(usable, config.held_out, config.seed, config.held_out_source)
+    close = near_duplicates(training, held_out, config.near_duplicate)
+    for prompt in training:
+        if prompt.key in close:
+            ledger.drop("close to a held-out prompt", prompt.key)
+    training = [prompt for prompt in training if prompt.key not in close]
+    if not training:
+        raise UserError(
+            f"Every training prompt is close to a held-out one (prepare.near_duplicate {config.near_duplicate}); raise it, or use "
+            "prompts that differ more."
+        )
+    gathered = Gathered(training, held_out, ledger, sources)
+    _write(work.folder, gathered)
+    return gathered
+
+
+def askable(prompts: list[Prompt], work: Work, longest: int, ledger: Ledger) -> list[Prompt]:
+    """Prompts that are new, that the chat template takes, and that are short enough. UserError if none is."""
+    work.target.render([{"role": "user", "content": "Hello"}])  # no template at all: the user must hear it, not every row
+    keys: set[str] = set()
+    texts: set[tuple] = set()
+    usable = []
+    for prompt in prompts:
+        text = tuple(normal(message["content"]) for message in prompt.messages)
+        why = "id used twice" if prompt.key in keys else "duplicate" if text in texts else _unrenderable(prompt, work, longest)
+        if why:
+            ledger.drop(why, prompt.key)
+            continue
+        keys.add(prompt.key)
+        texts.add(text)
+        usable.append(prompt)
+    if not usable:
+        raise UserError(
+            f"None of {len(prompts):,} prompts can be asked ({ledger.facts(0)['dropped']}); raise prepare.max_prompt, or mend the prompts."
+        )
+    return usable
+
+
+def _unrenderable(prompt: Prompt, work: Work, longest: int) -> str | None:
+    try:
+        ids = work.target.render(prompt.messages)
+    except UserError:
+        return "refused by the chat template"
+    return f"prompt longer than {longest} tokens" if len(ids) > longest else None
+
+
+def _write(folder: Path, gathered: Gathered) -> None:
+    for name, prompts in (("prompts.jsonl", gathered.training), ("held_out.jsonl", gathered.held_out)):
+        write_jsonl_atomic(folder / name, [vars(prompt) for prompt in prompts])
+    write_jsonl_atomic(folder / "dropped.jsonl", gathered.ledger.rows)
+    facts = {
+        "read": gathered.ledger.read,
+        "dropped": gathered.ledger.dropped,
+        "notes": gathered.ledger.notes,
+        "sources": gathered.sources,
+        "sha256": {name: sha256_file(folder / name) for name in ("prompts.jsonl", "held_out.jsonl")},
+    }
+    write_json_atomic(folder / "prompts.json", facts)
+
+
+def _read(folder: Path) -> Gathered:
+    facts = read_json(folder / "prompts.json", "the list of prompts")
+    for name, digest in facts["sha256"].items():
+        if not (folder / name).exists() or sha256_file(folder / name) != digest:
+            raise UserError(f"{folder / name} was changed or removed after data_prep wrote it; delete {folder}/ and run data_prep again.")
+    ledger = Ledger(facts["read"], Counter(facts["dropped"]), Counter(facts["notes"]))
+    training, held_out = (
+        [Prompt(**json.loads(line)) for line in (folder / name).read_text().splitlines()] for name in ("prompts.jsonl", "held_out.jsonl")
+    )
+    return Gathered(training, held_out, ledger, facts["sources"])

@@ -1,0 +1,156 @@
+"""The data stage: prompts in, token stores out.
+
+    data/settings.json                        what this folder is made with
+    data/attempts/                            sampled user turns, if the target writes its own prompts
+    data/prompts.jsonl, held_out.jsonl ...    see gather.py
+    data/train/                               TokenStore of training answers, with features if the recipe stores them
+    data/held_out/                            TokenStore of greedy answers
+
+Every file is whole or not there, each prompt has its own random stream, and the unit of work is a chunk. So a process killed at
+any moment is followed by one that ends with the same chats and the same ledger.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from data_prep.answer import Answered, Speech, answer, expected_bytes, in_chunks
+from data_prep.config import PrepareConfig
+from data_prep.gather import Gathered, gather
+from data_prep.ledger import Ledger, reasons
+from data_prep.sources import Ask, Prompt, Work
+from data_prep.stamp import require_same, settings
+from drafttrain.data.shards import FEATURE_DTYPE, ShardRecord
+from drafttrain.data.store import Manifest, TokenStore
+from drafttrain.decoding.engine import Sampling, generate
+from drafttrain.errors import UserError
+from drafttrain.files import RunLock, explain_full_disk, human_bytes, remove_leftovers, require_space
+from drafttrain.target.target import Target
+from drafttrain.types import Request, Rollout
+from drafttrain.vocab import choose, coverage
+
+HELD_OUT = "split off as held out"
+
+
+def prepare(
+    config: PrepareConfig,
+    target: Target,
+    folder: Path,
+    *,
+    taps: tuple[int, ...] | None,
+    draft_vocab: int | None,
+    ask: Ask | None = None,
+    say: Callable[[str], None] = print,
+) -> TokenStore:
+    """Makes or finishes `folder` (a run's data/) and returns the training store.
+
+    `taps` are the layers whose features are kept beside the tokens, None for none. `draft_vocab` is only used to print what a
+    draft vocabulary of that size covers. `ask` is who speaks for the target; the in-process engine unless given.
+    UserError: settings that differ from those of an unfinished or finished folder, no usable prompt, no space, another process.
+    """
+    folder = Path(folder)
+    _require_window(config, target)
+    if taps is not None:
+        target.check_taps(taps)
+    work = Work(target, ask or engine(target, config), folder, config.chunk, say)
+    with RunLock(folder), explain_full_disk(folder, "what is finished so far is kept."):
+        remove_leftovers(folder)
+        require_same(folder, settings(config, target, taps))
+        if all((folder / name / "manifest.json").exists() for name in ("train", "held_out")):
+            training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
+            say(f"{folder}/ is complete: {len(training):,} training chats, {len(held_out):,} held-out chats.")
+            return training
+        gathered = gather(config, work)
+        say(f"{len(gathered.training):,} prompts to answer for training, {len(gathered.held_out):,} held out")
+        answered = _answer_all(config, work, gathered, taps)
+    training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
+    _report(folder, training, held_out, answered, draft_vocab, say)
+    return training
+
+
+def engine(target: Target, config: PrepareConfig) -> Ask:
+    """The in-process decoding engine as the one who speaks."""
+
+    def ask(requests: Sequence[Request], temperature: float, top_p: float, taps: tuple[int, ...] | None) -> Iterator[Rollout]:
+        sampling = Sampling(temperature=temperature, top_p=top_p, seed=config.seed)
+        return generate(target, requests, sampling=sampling, slots=config.slots, taps=taps or (), keep_features=taps is not None)
+
+    return ask
+
+
+def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, taps: tuple[int, ...] | None) -> Answered:
+    """Both stores, with their manifests; returns what the training store took."""
+    folder, hidden = work.folder, work.target.hidden
+    training = in_chunks(_requests(work, gathered.training, config.max_tokens), config.chunk)
+    held_out = in_chunks(_requests(work, gathered.held_out, config.held_out_max_tokens), config.chunk)
+    needed = expected_bytes(training, folder / "train", hidden, taps) + expected_bytes(held_out, folder / "held_out", hidden, None)
+    require_space(folder, needed, f"{'tokens' if taps is None else 'features'} of {len(gathered.training):,} chats")
+
+    held_speech = Speech(0.0, 1.0, None)
+    held_done = answer(work, held_out, folder / "held_out", held_speech)
+    ledger = Ledger(read=len(gathered.held_out), dropped=_dropped(held_done.records))
+    _finish(work, folder / "held_out", held_done.records, ledger, held_speech, gathered)
+
+    speech = Speech(config.temperature, config.top_p, taps)
+    done = answer(work, training, folder / "train", speech)
+    ledger = gathered.ledger
+    ledger.dropped.update({HELD_OUT: len(gathered.held_out)})
+    ledger.dropped.update(_dropped(done.records))
+    _finish(work, folder / "train", done.records, ledger, speech, gathered)
+    return done
+
+
+def _requests(work: Work, prompts: Sequence[Prompt], limit: int) -> list[Request]:
+    return [Request(prompt.key, tuple(work.target.render(prompt.messages)), limit) for prompt in prompts]
+
+
+def _dropped(records: list[ShardRecord]) -> Counter[str]:
+    return sum((Counter(record.rows["dropped"]) for record in records), Counter())
+
+
+def _finish(work: Work, folder: Path, records: list[ShardRecord], ledger: Ledger, speech: Speech, gathered: Gathered) -> None:
+    """Writes the manifest. UserError if there is no chat in the store."""
+    kept = sum(len(record.keys) for record in records)
+    if not kept:
+        raise UserError(
+            f"{folder}/ has no chat with a supervised token ({reasons(ledger.dropped)}): the target answers nothing to these prompts. "
+            "Check target.template_arguments and that the target is an instruct model."
+        )
+    Manifest(
+        identity=work.target.identity,
+        taps=None if speech.taps is None else list(speech.taps),
+        feature_dtype=None if speech.taps is None else str(FEATURE_DTYPE).removeprefix("torch."),
+        rows=ledger.facts(kept),
+        shards=len(records),
+        tokens=sum(record.tokens for record in records),
+        supervised_tokens=sum(record.supervised_tokens for record in records),
+        facts={"temperature": speech.temperature, "top_p": speech.top_p, "sources": gathered.sources, "notes": dict(gathered.ledger.notes)},
+    ).write(folder)
+
+
+def _require_window(config: PrepareConfig, target: Target) -> None:
+    for name in ("max_tokens", "held_out_max_tokens"):
+        limit = getattr(config, name)
+        if config.max_prompt + limit > target.max_positions:
+            raise UserError(
+                f"prepare.max_prompt {config.max_prompt} + prepare.{name} {limit} is longer than the {target.max_positions} positions "
+                "of the target; lower one of them."
+            )
+
+
+def _report(folder: Path, training: TokenStore, held_out: TokenStore, done: Answered, draft_vocab: int | None, say: Callable[[str], None]) -> None:
+    """What was written, for people."""
+    rows = training.manifest.rows
+    say(f"{folder}/ is complete: {rows['in']:,} rows in, {rows['kept']:,} kept for training; {reasons(rows['dropped'])}")
+    for store in (training, held_out):
+        facts = store.manifest
+        size = human_bytes(sum(file.stat().st_size for file in store.folder.iterdir()))
+        layers = "" if facts.taps is None else f", features of layers {facts.taps} in {facts.feature_dtype}"
+        say(f"{store.folder}/: {len(store):,} chats, {facts.tokens:,} tokens, {facts.supervised_tokens:,} of them answers{layers}, {size}")
+    if done.tokens:
+        say(f"training answers: {done.tokens:,} tokens in {done.seconds:,.0f} s, {done.tokens / done.seconds:,.0f} tokens/s")
+    if draft_vocab is not None:
+        supervised_V, other_V = training.counts()
+        seen = int((supervised_V > 0).sum())
+        share = coverage(choose(supervised_V, draft_vocab, other_V), held_out.counts()[0])
+        say(f"draft vocabulary of {draft_vocab:,} ids ({seen:,} distinct ones in training answers) covers {share:.2%} of held-out answer tokens")

@@ -1,0 +1,132 @@
+"""Shards of a token store on disk.
+
+    tokens-00003.safetensors    ids [N] int32, supervised [N] uint8, offsets [C+1] int64 (chat c owns rows offsets[c]:offsets[c+1])
+    features-00003.safetensors  taps [N, A, D], final [N, D]; only in a store that keeps features
+    shard-00003.json            written last: keys of the chats, bytes and sha256 of the two files, ledger of the chunk
+
+A shard exists if and only if its JSON does. Row t of a chat is what the target computed while reading token t (types.py).
+
+Shapes: C chats, N tokens of all chats of the shard, T tokens of one chat, A taps, D target width.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import UserError
+from drafttrain.files import read_json, sha256_file, write_json_atomic, write_tensors_atomic
+from drafttrain.types import Features
+
+FEATURE_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One answered prompt."""
+
+    key: str
+    """Stable name of the prompt."""
+    ids: Tensor
+    """Prompt and answer [T], int64."""
+    supervised: Tensor
+    """True where the target generated the token [T]."""
+    features: Features | None = None
+    """taps [T, A, D] and final [T, D] as stored (bfloat16). The last token was never read: its row is zero."""
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What `shard-00003.json` says."""
+
+    keys: list[str]
+    files: dict[str, dict]
+    """File name -> {"bytes", "sha256"}."""
+    rows: dict
+    """Ledger of the chunk: {"in", "kept", "dropped": {reason: n}}."""
+    tokens: int
+    supervised_tokens: int
+
+
+def tokens_name(index: int) -> str:
+    return f"tokens-{index:05d}.safetensors"
+
+
+def features_name(index: int) -> str:
+    return f"features-{index:05d}.safetensors"
+
+
+def record_name(index: int) -> str:
+    return f"shard-{index:05d}.json"
+
+
+def feature_bytes(taps: int, hidden: int) -> int:
+    """Bytes that the features of one token take."""
+    return (taps + 1) * hidden * FEATURE_DTYPE.itemsize
+
+
+TOKEN_BYTES = 5
+"""Bytes of one token without features: int32 id, uint8 mask."""
+
+
+def write_shard(folder: Path, index: int, chats: Sequence[Chat], rows: Mapping) -> ShardRecord:
+    """Writes the files of one shard, its JSON last. All chats carry features, or none does; none at all is a shard too.
+
+    Raises OSError (a full disk): then the shard does not exist.
+    """
+    lengths = torch.tensor([0] + [len(chat.ids) for chat in chats])
+    none = torch.empty(0, dtype=torch.int64)
+    files = {
+        tokens_name(index): write_tensors_atomic(
+            folder / tokens_name(index),
+            {
+                "ids": torch.cat([none, *(chat.ids for chat in chats)]).to(torch.int32),
+                "supervised": torch.cat([none, *(chat.supervised.long() for chat in chats)]).to(torch.uint8),
+                "offsets": lengths.cumsum(0),
+            },
+        )
+    }
+    kept = [chat.features for chat in chats if chat.features is not None]
+    if kept:
+        if len(kept) != len(chats):
+            raise ValueError("some chats of this shard carry features and others do not")
+        files[features_name(index)] = write_tensors_atomic(
+            folder / features_name(index),
+            {
+                "taps": torch.cat([features.taps_BTAD for features in kept]).to(FEATURE_DTYPE),
+                "final": torch.cat([features.final_BTD for features in kept]).to(FEATURE_DTYPE),
+            },
+        )
+    supervised = sum(int(chat.supervised.sum()) for chat in chats)
+    record = ShardRecord([chat.key for chat in chats], files, dict(rows), int(lengths.sum()), supervised)
+    write_json_atomic(folder / record_name(index), record.__dict__)
+    return record
+
+
+def read_record(folder: Path, index: int) -> ShardRecord | None:
+    """The record of a finished shard, None if the shard is not finished. UserError if one of its files is missing or cut short."""
+    path = folder / record_name(index)
+    if not path.exists():
+        return None
+    record = ShardRecord(**read_json(path, "the shard"))
+    for name, facts in record.files.items():
+        file = folder / name
+        size = file.stat().st_size if file.exists() else 0
+        if size != facts["bytes"]:
+            raise damaged(file, index, f"{size:,} bytes instead of {facts['bytes']:,}")
+    return record
+
+
+def verify(folder: Path, index: int, record: ShardRecord, name: str) -> None:
+    """UserError unless the file's content is what was written."""
+    if sha256_file(folder / name) != record.files[name]["sha256"]:
+        raise damaged(folder / name, index, "its sha256 is not the one in the shard's JSON")
+
+
+def damaged(file: Path, index: int, why: str) -> UserError:
+    return UserError(
+        f"{file} is damaged ({why}); delete {file.parent / record_name(index)} and {file.parent / 'manifest.json'} and run "
+        "data_prep again: it makes this shard anew and keeps the others."
+    )

@@ -1,0 +1,189 @@
+"""Token store: the chats of a run, memory-mapped from shards, with a manifest that says where they come from.
+
+`manifest.json` is written last of all, so a folder without one is not finished. In its ledger, rows in = rows kept + rows
+dropped, by reason. It names the target (revision, tokenizer, template, template arguments) and the tapped layers, and
+`TokenStore.require` refuses anything else, because features of another layer or ids of another tokenizer train without an error.
+
+Shapes: T tokens of a chat, A taps, D target width, V vocabulary.
+"""
+
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from drafttrain.data.shards import Chat, ShardRecord, features_name, read_record, tokens_name, verify
+from drafttrain.errors import UserError
+from drafttrain.files import read_json, write_json_atomic
+from drafttrain.types import Features, Identity, Request
+
+__all__ = ["Chat", "Manifest", "TokenStore"]
+
+FORMAT = 1
+OPEN_FILES = 64
+"""Most shard files kept mapped at once."""
+COMPARED = {
+    "revision": "the target's weights",
+    "tokenizer": "the tokenizer",
+    "template": "the chat template",
+    "template_arguments": "target.template_arguments",
+    "layers": "the number of layers",
+    "hidden": "the hidden width",
+    "vocab": "the vocabulary size",
+}
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What `manifest.json` says."""
+
+    identity: Identity
+    taps: list[int] | None
+    """Layers whose outputs are kept (0-based, ascending); None for a store of tokens alone."""
+    feature_dtype: str | None
+    rows: dict
+    """{"in": n, "kept": n, "dropped": {reason: n}}, and in = kept + dropped."""
+    shards: int
+    tokens: int
+    supervised_tokens: int
+    facts: dict
+    """How it was made: sampling settings, sources and their own ledgers. For people and the report."""
+
+    def write(self, folder: Path) -> None:
+        """Finishes a store. ValueError if the ledger does not add up: that is a fault of the program."""
+        if self.rows["in"] != self.rows["kept"] + sum(self.rows["dropped"].values()):
+            raise ValueError(f"the ledger does not add up: {self.rows}")
+        write_json_atomic(folder / "manifest.json", {"format": FORMAT, **asdict(self)})
+
+    @staticmethod
+    def read(folder: Path) -> "Manifest":
+        """UserError if the store is missing, not finished or of another format."""
+        path = folder / "manifest.json"
+        if not path.exists():
+            state = "is not finished: it has no manifest.json" if folder.exists() else "does not exist"
+            raise UserError(f"{folder}/ {state}. Run `python -m data_prep` with this recipe; it goes on where it stopped.")
+        values = read_json(path, "the token store")
+        if values.pop("format", None) != FORMAT:
+            raise UserError(f"{path} is not of format {FORMAT}, which this version reads; delete the folder and run data_prep again.")
+        return Manifest(Identity(**values.pop("identity")), **values)
+
+
+class TokenStore:
+    """Chats in the order of their shards. Cheap to open, to copy and to send to loader workers; tensors are read when asked for."""
+
+    def __init__(self, folder: Path, manifest: Manifest, records: list[ShardRecord], lengths: list[np.ndarray]):
+        """Use `TokenStore.open`."""
+        self.folder = folder
+        self.manifest = manifest
+        self.keys = [key for record in records for key in record.keys]
+        self.lengths = np.concatenate([np.empty(0, np.int64), *lengths])
+        """Tokens of every chat, int64."""
+        self._records = records
+        self._first = np.cumsum([0] + [len(record.keys) for record in records])
+        self._offsets = [np.concatenate([[0], np.cumsum(each)]) for each in lengths]
+        self._mapped: OrderedDict = OrderedDict()
+        self._verified: set[str] = set()
+
+    @staticmethod
+    def open(folder: str | Path) -> "TokenStore":
+        """Checks sizes of all files and the content of the token files. UserError if missing, unfinished or damaged."""
+        folder = Path(folder)
+        manifest = Manifest.read(folder)
+        records, lengths = [], []
+        for index in range(manifest.shards):
+            record = read_record(folder, index)
+            if record is None:
+                raise UserError(f"{folder}/ lacks shard {index} of {manifest.shards}; delete manifest.json there and run data_prep again.")
+            verify(folder, index, record, tokens_name(index))
+            with safe_open(folder / tokens_name(index), "pt") as file:
+                lengths.append(file.get_tensor("offsets").diff().numpy())
+            records.append(record)
+        return TokenStore(folder, manifest, records, lengths)
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getstate__(self) -> dict:
+        """Mapped files stay with the process."""
+        return {**self.__dict__, "_mapped": OrderedDict()}
+
+    def chat(self, index: int, features: bool = False) -> Chat:
+        """Chat `index`, with its features if asked. UserError if the store keeps none, or the shard's content is damaged."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"chat {index} of {len(self)}")
+        shard = int(np.searchsorted(self._first, index, side="right")) - 1
+        start, end = (int(x) for x in self._offsets[shard][index - self._first[shard] :][:2])
+        file = self._map(shard, tokens_name(shard))
+        ids = file.get_slice("ids")[start:end].long()
+        supervised = file.get_slice("supervised")[start:end].bool()
+        return Chat(self.keys[index], ids, supervised, self._features(shard, start, end) if features else None)
+
+    def requests(self, limit: int) -> list[Request]:
+        """The prompts of the chats (everything before the first supervised token), to be answered again with up to `limit` tokens."""
+        found = []
+        for index in range(len(self)):
+            chat = self.chat(index)
+            prompt = int(chat.supervised.long().argmax())
+            found.append(Request(chat.key, tuple(chat.ids[:prompt].tolist()), limit))
+        return found
+
+    def counts(self) -> tuple[Tensor, Tensor]:
+        """How often each token id occurs [V]: among supervised tokens, and among the others."""
+        supervised_V, other_V = (torch.zeros(self.manifest.identity.vocab, dtype=torch.int64) for _ in range(2))
+        for shard in range(len(self._records)):
+            file = self._map(shard, tokens_name(shard))
+            ids, mask = file.get_tensor("ids").long(), file.get_tensor("supervised").bool()
+            supervised_V += ids[mask].bincount(minlength=len(supervised_V))
+            other_V += ids[~mask].bincount(minlength=len(other_V))
+        return supervised_V, other_V
+
+    def require(self, identity: Identity, taps=None) -> None:
+        """UserError that names each difference between what the store was made with and what the recipe asks for.
+
+        `taps` are the layers whose stored features will be read; None if none will.
+        """
+        made = self.manifest.identity
+        other = [
+            f"{words} ({getattr(made, name)} there, {getattr(identity, name)} in the recipe)"
+            for name, words in COMPARED.items()
+            if getattr(made, name) != getattr(identity, name)
+        ]
+        if other:
+            raise UserError(
+                f"{self.folder}/ was made with another target ({made.path}, the recipe says {identity.path}): {'; '.join(other)}. "
+                "Go back to that target, or give the run another `name` and run data_prep again."
+            )
+        if taps is None or self.manifest.taps == list(taps):
+            return
+        if self.manifest.taps is None:
+            raise UserError(
+                f"{self.folder}/ holds no features, but the recipe says data.features: stored. "
+                "Set data.features to online, or delete that folder and run data_prep again."
+            )
+        raise UserError(
+            f"{self.folder}/ holds features of layers {self.manifest.taps}, but the recipe taps {list(taps)}. "
+            f"Delete that folder and run data_prep again, or set drafter.init_args.taps to {self.manifest.taps}."
+        )
+
+    def _features(self, shard: int, start: int, end: int) -> Features:
+        if self.manifest.taps is None:
+            raise UserError(f"{self.folder}/ holds no features; set data.features to online, or delete it and run data_prep again.")
+        file = self._map(shard, features_name(shard))
+        return Features(file.get_slice("taps")[start:end], file.get_slice("final")[start:end])
+
+    def _map(self, shard: int, name: str):
+        """The mapped file, its content checked once per process."""
+        if name in self._mapped:
+            self._mapped.move_to_end(name)
+            return self._mapped[name]
+        if name.startswith("features") and name not in self._verified:
+            verify(self.folder, shard, self._records[shard], name)
+            self._verified.add(name)
+        file = self._mapped[name] = safe_open(self.folder / name, "pt")
+        if len(self._mapped) > OPEN_FILES:
+            self._mapped.popitem(last=False)
+        return file

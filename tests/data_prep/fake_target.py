@@ -1,0 +1,110 @@
+"""A target that speaks from a list of words, so that the data stage can be tested without a model, also in a subprocess.
+
+Ids: 0 pad, 1 <|turn|>, 2 <|end|>, 3 <|other|>, then one id for every word. What it says depends on the request's key and the seed only,
+and its features are a function of the token, so that every stored row can be recomputed.
+"""
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from drafttrain.errors import UserError
+from drafttrain.types import Identity, Rollout
+
+SPECIAL = ["<pad>", "<|turn|>", "<|end|>", "<|other|>"]
+WORDS = [a + b for a in ("ka", "lo", "mi", "nu", "ra", "se", "ti", "vo", "wu", "zy") for b in ("ban", "dor", "fel", "gim", "hus", "jot")]
+HIDDEN = 8
+
+
+class FakeTokenizer:
+    def __init__(self):
+        self.words = SPECIAL + WORDS + ["unknown"]
+
+    def encode(self, text: str) -> list[int]:
+        return [self.words.index(word) if word in self.words else len(self.words) - 1 for word in text.split()]
+
+    def decode(self, ids, skip_special_tokens: bool = False) -> str:
+        return " ".join(self.words[i] for i in ids if not (skip_special_tokens and i < len(SPECIAL)))
+
+
+class FakeTarget:
+    """Duck type of drafttrain.target.Target, as far as data_prep uses it."""
+
+    def __init__(self, **identity):
+        self.tokenizer = FakeTokenizer()
+        self.vocab, self.hidden, self.layers, self.max_positions = len(self.tokenizer.words), HIDDEN, 6, 256
+        self.dtype, self.device, self.end_ids = torch.float32, torch.device("cpu"), (2,)
+        facts = dict(path="fake", revision="r1", tokenizer="t1", template="c1", template_arguments="{}")
+        self.identity = Identity(**{**facts, **identity}, layers=self.layers, hidden=self.hidden, vocab=self.vocab)
+
+    def check_taps(self, taps) -> None:
+        if max(taps) >= self.layers:
+            raise UserError(f"taps {taps} are outside the layers")
+
+    def render(self, messages: list[dict]) -> list[int]:
+        if any(message["content"] == "forbidden words here" for message in messages):
+            raise UserError("the chat template refused a chat")
+        return [token for message in messages for token in (1, *self.tokenizer.encode(message["content"]), 2)] + [1]
+
+    def user_prefix(self):
+        return [1], (2,)
+
+
+class FakeSpeech:
+    """Duck type of data_prep.sources.Ask. `calls` counts the batches; `stop_after` fails in the middle of a later one."""
+
+    def __init__(self, target: FakeTarget, seed: int = 0, stop_after: int | None = None, slow: float = 0.0):
+        self.target, self.seed, self.stop_after, self.slow = target, seed, stop_after, slow
+        self.calls = 0
+        self.keys: list[str] = []
+        self.scripted: dict[str, list[int]] = {}
+
+    def __call__(self, requests, temperature, top_p, taps):
+        self.calls += 1
+        order = list(requests)
+        random.Random(self.calls).shuffle(order)  # completion order differs between runs; nothing may depend on it
+        for number, request in enumerate(order):
+            if self.stop_after is not None and self.calls > self.stop_after and number == 1:
+                raise RuntimeError("killed here")
+            time.sleep(self.slow)
+            self.keys.append(request.key)
+            yield self._rollout(request, temperature, taps)
+
+    def _rollout(self, request, temperature: float, taps) -> Rollout:
+        stream = random.Random(f"{request.key}:{self.seed}:{temperature}")
+        words = range(len(SPECIAL), self.target.vocab - 1)
+        said = self.scripted.get(request.key, [stream.choice(words) for _ in range(stream.randint(2, 20))] + [2])[: request.limit]
+        ids = torch.tensor([*request.ids, *said])
+        rollout = Rollout(request.key, ids, len(request.ids), [], 0, bool(said) and said[-1] == 2, torch.empty(0, dtype=torch.long))
+        if taps is not None:
+            rollout.taps_TAD, rollout.final_TD = features_of(ids, taps)
+        return rollout
+
+
+def features_of(ids_T: torch.Tensor, taps) -> tuple[torch.Tensor, torch.Tensor]:
+    """taps [T, A, D] and final [T, D]; zero in the last row, which no target reads. Whole numbers below 256 are exact in bf16."""
+    final_TD = ids_T[:, None].float() + torch.arange(HIDDEN)
+    taps_TAD = torch.stack([final_TD + 10 * layer for layer in taps], dim=1)
+    final_TD[-1], taps_TAD[-1] = 0, 0
+    return taps_TAD, final_TD
+
+
+def small_config(**changes):
+    """24 self-written prompts, 4 held out, shards of 5."""
+    from data_prep.config import PrepareConfig
+    from data_prep.sources import SelfPrompts
+
+    values = dict(prompts=[SelfPrompts(count=24, max_tokens=30)], held_out=4, max_tokens=12, max_prompt=60, held_out_max_tokens=8, chunk=5)
+    return PrepareConfig(**{**values, **changes})
+
+
+if __name__ == "__main__":  # python fake_target.py FOLDER SECONDS_PER_ANSWER: to be killed from outside
+    from data_prep.pipeline import prepare
+
+    fake = FakeTarget()
+    prepare(
+        small_config(), fake, Path(sys.argv[1]), taps=(1, 3), draft_vocab=16, ask=FakeSpeech(fake, slow=float(sys.argv[2])), say=lambda text: print(text, flush=True)
+    )
