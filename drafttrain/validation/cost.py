@@ -12,12 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 
-from drafttrain.types import Request
+from drafttrain.decoding.propose import Proposer
+from drafttrain.target.target import Target
+from drafttrain.types import Request, Rollout
 from drafttrain.validation.passes import run
 
 ASSUMED_RATIOS = (1.1, 1.2)
 """Cost ratios c assumed of a GPU at small batch; the report calls them assumed."""
 REPEATS = 3
+Make = Callable[[], Proposer | None]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Cost:
         }
 
 
-def measure_cost(target, request: Request, make_proposer: Callable[[], object], slots: int, tokens: int) -> Cost | None:
+def measure_cost(target: Target, request: Request, make_proposer: Make, slots: int, tokens: int) -> Cost | None:
     """Time a plain step and a speculative round on one prompt, copied into every slot.
 
     Copies of one prompt finish in the same round, so that the batch stays full, and the number of engine steps is the number of
@@ -67,7 +70,7 @@ def measure_cost(target, request: Request, make_proposer: Callable[[], object], 
     return Cost(slots, tokens, *timed)
 
 
-def _seconds_per_round(target, requests: Sequence[Request], make_proposer: Callable[[], object], slots: int) -> float:
+def _seconds_per_round(target: Target, requests: Sequence[Request], make_proposer: Make, slots: int) -> float:
     """Seconds of one round of the whole batch: (all - prefill) / rounds."""
     prefill_only = [replace(r, limit=1) for r in requests]
     samples = []
@@ -78,7 +81,7 @@ def _seconds_per_round(target, requests: Sequence[Request], make_proposer: Calla
     return median(samples)
 
 
-def _rounds(rollout) -> int:
+def _rounds(rollout: Rollout) -> int:
     """Rounds of one row; a plain step is a round that accepts nothing, whether or not the engine lists it."""
     return len(rollout.accepted) or len(rollout.answer) - 1
 

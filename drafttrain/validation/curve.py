@@ -1,40 +1,52 @@
-"""The training curve from a run's metrics CSV, where a row holds only what was logged at its step."""
+"""The training curve from a run's metrics files, where a row holds only what was logged at its step (the other cells are empty).
+
+A run that was stopped and went on has one file for each start. After a crash the later file begins before the end of the earlier
+one; what the earlier one says from there on was not kept, so it is left out.
+"""
 
 import csv
+import re
 from pathlib import Path
 
 from drafttrain.plots import CurvePoint
 
-TOKENS, LOSS, TAU = ("tokens", "tokens_seen"), ("loss", "train_loss"), ("tau", "held_out_tau")
-"""Names of the columns, with or without a group in front (`train/loss`)."""
+TOKENS, LOSS, TAU = "tokens_seen", "train/loss", "held_out/tau"
 
 
-def read_curve(path: str | Path) -> list[CurvePoint]:
-    """Loss and held-out tau by tokens seen. A row without a token count takes the last one above it.
+def read_curve(logs: Path) -> list[CurvePoint]:
+    """Loss and held-out tau by tokens seen, from one metrics file or every `metrics.csv` below a folder.
+
+    A row without a token count takes the last one.
 
     Returns:
-        [] if the file is missing or lacks the columns: a report is written without its training curve.
+        [] if there is no such file or column: a report is written without its training curve.
     """
-    path = Path(path)
-    if not path.is_file():
-        return []
+    points: list[CurvePoint] = []
+    files = [logs] if logs.is_file() else sorted(logs.rglob("metrics.csv"), key=_start_number)
+    for path in files:
+        later = _read_file(path)
+        if later:
+            points = [p for p in points if p.tokens < later[0].tokens] + later
+    return points
+
+
+def _start_number(path: Path) -> tuple[int, str]:
+    """Order of the starts: the number in the folder's name (version_0, version_1, ..., version_10)."""
+    number = re.search(r"(\d+)$", path.parent.name)
+    return int(number.group()) if number else -1, str(path)
+
+
+def _read_file(path: Path) -> list[CurvePoint]:
     points: list[CurvePoint] = []
     seen = 0.0
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            tokens, loss, tau = (_cell(row, names) for names in (TOKENS, LOSS, TAU))
-            seen = tokens if tokens is not None else seen
+            tokens, loss, tau = (_number(row.get(name)) for name in (TOKENS, LOSS, TAU))
+            seen = seen if tokens is None else tokens
             if seen and (loss is not None or tau is not None):
                 points.append(CurvePoint(seen, loss, tau))
     return points
 
 
-def _cell(row: dict, names: tuple[str, ...]) -> float | None:
-    """The first non-empty number among the columns with one of these names."""
-    for column, text in row.items():
-        if column and column.rsplit("/", 1)[-1] in names and text:
-            try:
-                return float(text)
-            except ValueError:
-                return None
-    return None
+def _number(text: str | None) -> float | None:
+    return float(text) if text else None

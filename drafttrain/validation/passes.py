@@ -12,6 +12,8 @@ import torch
 
 from drafttrain.decoding.engine import generate
 from drafttrain.decoding.measure import Counts
+from drafttrain.decoding.propose import Proposer
+from drafttrain.target.target import Target
 from drafttrain.types import Request, Rollout, Sequences
 
 
@@ -24,8 +26,7 @@ class Pass:
     """In the order of the requests."""
     seconds: float
     """Wall clock of the whole pass, prefills included."""
-    counts: Counts | None = None
-    """None for plain decoding, which drafts nothing."""
+    counts: Counts
 
     @property
     def tokens(self) -> int:
@@ -60,7 +61,9 @@ class Difference:
         )
 
 
-def run(target, requests: Sequence[Request], proposer, slots: int, overrun: int = 0) -> tuple[list[Rollout], float]:
+def run(
+    target: Target, requests: Sequence[Request], proposer: Proposer | None, slots: int, overrun: int = 0
+) -> tuple[list[Rollout], float]:
     """Answer the requests greedily; the rollouts in the requests' order, and the seconds it took.
 
     Raises:
@@ -107,7 +110,7 @@ def differences(name: str, plain: Sequence[Rollout], other: Sequence[Rollout]) -
 
 
 @torch.no_grad()
-def logit_gap(target, rollout: Rollout, difference: Difference) -> float | None:
+def logit_gap(target: Target, rollout: Rollout, difference: Difference) -> float | None:
     """How much the target, reading the plain answer up to the difference in one plain pass, prefers plain decoding's token.
 
     A gap near the rounding of the target's dtype says that two tokens tie; a large one says that the engine is wrong.
@@ -130,7 +133,7 @@ def _token(token: int | None) -> str:
     return "nothing (it had ended)" if token is None else f"token {token}"
 
 
-def _synchronize(target) -> None:
+def _synchronize(target: Target) -> None:
     """Wait for the GPU, so that a clock read next tells the truth."""
-    if torch.device(target.device).type == "cuda":
+    if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)

@@ -6,6 +6,8 @@ Nothing here measures or computes more than a percentage: a report can be writte
 import json
 from collections.abc import Mapping, Sequence
 
+from drafttrain.validation.summary import defined
+
 METHOD_NAMES = {"drafter": "the drafter", "lookup": "prompt lookup", "untrained": "the untrained drafter"}
 LISTED_DIFFERENCES = 20
 
@@ -141,7 +143,13 @@ def _methods(r: Mapping) -> str:
 def _depths(r: Mapping) -> str:
     rows = []
     for name, m in r["methods"].items():
-        rows.append([METHOD_NAMES[name], "of the rounds that got there", *map(_percent, m["acceptance_by_depth"])])
+        rows.append(
+            [
+                METHOD_NAMES[name],
+                "of the rounds that got there",
+                *map(_percent, defined(m["acceptance_by_depth"], m["reach_by_depth"])),
+            ]
+        )
         rows.append(["", "of all rounds (reach)", *map(_percent, m["reach_by_depth"])])
     return table(["method", "accepted", *(f"depth {k}" for k in range(1, r["drafts"] + 1))], rows)
 
@@ -180,11 +188,12 @@ def _made(r: Mapping) -> str:
     h, c, target, v = r["hardware"], r["config"], r["target"], r["draft_vocabulary"]
     gpu = f"{h['gpu']} (CUDA {h['cuda']}), " if "gpu" in h else ""
     speed = f"{h['gflops_2048_fp32']:.0f} GFLOP/s in a 2048³ fp32 product"
+    versions = {"python": h["python"], "torch": h["torch"]} | r["versions"]
     rows = [
         ["command", f"`{r['command']}`" if r.get("command") else ""],
         ["commit", r.get("commit") or "not a checkout"],
         ["machine", f"{gpu}{h['cpu']}, {h['cores']} cores, {h['threads']} threads; {speed}"],
-        ["versions", ", ".join(f"{name} {version}" for name, version in r["versions"].items())],
+        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
         ["target", f"{target['path']} (revision {target['revision'] or 'none'}), {target['dtype']}"],
         [
             "set",

@@ -4,13 +4,14 @@ Definitions (one place each, in words, are in the report's last part): tau = 1 +
 prompts; acceptance_by_depth[k] = accepted at k / rounds that reached k; reach_by_depth[k] = accepted at k / all rounds.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
 
-from drafttrain.decoding.measure import simulate
+from drafttrain.decoding.measure import simulate, simulated_tau
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.target.target import Target
 from drafttrain.types import Rollout
 from drafttrain.validation.config import ValidateConfig
 from drafttrain.validation.cost import Cost
@@ -30,17 +31,15 @@ class Simulation:
     """prompt, round, simulated, measured of the first round that differs; None if every round agrees."""
 
 
-def compare_simulation(target, net, plain: Pass, drafter: Pass, drafts: int) -> Simulation:
+def compare_simulation(target: Target, net: DrafterNet, plain: Pass, drafter: Pass, drafts: int) -> Simulation:
     """Walk the plain answers with the training forward and compare, round by round, with what the loop accepted."""
     simulated = simulate(target, net, plain.rollouts, drafts)
     first = None
     for rollout, accepted in zip(drafter.rollouts, simulated, strict=True):
         if first is None and accepted != rollout.accepted:
             first = _first_disagreement(rollout, accepted)
-    rounds = sum(map(len, simulated))
-    tau = 1 + sum(map(sum, simulated)) / max(rounds, 1)
-    measured = drafter.counts.tau
-    return Simulation(tau, rounds, (tau - measured) / measured, first)
+    tau, measured = simulated_tau(simulated), drafter.counts.tau
+    return Simulation(tau, sum(map(len, simulated)), (tau - measured) / measured, first)
 
 
 def _first_disagreement(rollout: Rollout, simulated: Sequence[int]) -> dict:
@@ -99,8 +98,8 @@ def _method(method: Pass, plain: Pass, drafts: int, lossless: bool) -> dict:
         "lossless": lossless,
         "tokens": counts.tokens,
         "rounds": counts.rounds,
-        "acceptance_by_depth": _defined(counts.acceptance_by_depth),
-        "reach_by_depth": _defined(counts.reach_by_depth),
+        "acceptance_by_depth": counts.acceptance_by_depth,
+        "reach_by_depth": counts.reach_by_depth,
         "rounds_by_accepted": [accepted.count(k) for k in range(drafts + 1)],
         "seconds": method.seconds,
         "tokens_per_second": method.tokens_per_second,
@@ -108,14 +107,14 @@ def _method(method: Pass, plain: Pass, drafts: int, lossless: bool) -> dict:
     }
 
 
-def _defined(values: Sequence[float | None]) -> list[float | None]:
-    """JSON has no NaN: what no round reached is null."""
-    return [None if v is None or math.isnan(v) else float(v) for v in values]
+def defined(acceptance: Sequence[float], reach: Sequence[float]) -> list[float | None]:
+    """Conditional acceptance for people: None, rather than the 0 that machines get, at a depth that no round reached."""
+    return [a if before else None for a, before in zip(acceptance, [1.0, *reach], strict=False)]
 
 
-def draft_vocabulary(net, plain: Pass) -> dict:
+def draft_vocabulary(net: DrafterNet, plain: Pass) -> dict:
     """How large the draft vocabulary is, and which part of the held-out answer tokens it can say at all."""
     vocabulary = net.vocabulary
     tokens = torch.cat([r.answer for r in plain.rollouts])
     counts_V = torch.bincount(tokens, minlength=vocabulary.size)
-    return {"size": vocabulary.draft_size, "target_size": vocabulary.size, "coverage": float(coverage(vocabulary, counts_V))}
+    return {"size": len(vocabulary.ids), "target_size": vocabulary.size, "coverage": float(coverage(vocabulary, counts_V))}

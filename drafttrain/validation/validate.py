@@ -10,7 +10,7 @@ the report is complete).
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,33 +18,35 @@ from pathlib import Path
 from drafttrain import plots
 from drafttrain.decoding.measure import count
 from drafttrain.decoding.propose import ChainProposer, LookupProposer
+from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.files import write_atomic
+from drafttrain.target.target import Target
 from drafttrain.types import Request
 from drafttrain.validation import hardware, report
 from drafttrain.validation.config import ValidateConfig
-from drafttrain.validation.cost import measure_cost
+from drafttrain.validation.cost import Cost, Make, measure_cost
 from drafttrain.validation.curve import read_curve
 from drafttrain.validation.passes import Difference, Pass, check_counts, differences, logit_gap, run
 from drafttrain.validation.samples import marked, pieces
-from drafttrain.validation.summary import compare_simulation, draft_vocabulary, summarize
+from drafttrain.validation.summary import compare_simulation, defined, draft_vocabulary, summarize
 
 WARM_UP_TOKENS = 8
 COST_TOKENS = 24
 SAMPLES = 3
 
-Methods = dict[str, Callable[[], object]]
+Methods = dict[str, Make]
 """By name, what makes a fresh proposer; the drafter comes first."""
 
 
 def validate(
-    target,
-    net,
+    target: Target,
+    net: DrafterNet,
     requests: Sequence[Request],
     config: ValidateConfig,
     folder: str | Path,
     *,
-    untrained_net=None,
+    untrained_net: DrafterNet | None = None,
     facts: Mapping | None = None,
 ) -> dict:
     """Measure the drafter on held-out prompts and write the report.
@@ -53,8 +55,9 @@ def validate(
         requests: held-out prompts; `config.prompts` and `config.max_tokens` shorten them.
         folder: where the report goes; an older report there is overwritten.
         untrained_net: the drafter before its first step; None leaves the comparison out.
-        facts: what the caller knows and the report should carry, copied into validation.json: `name` (of the run), `command`,
-            `commit`, `export_hash`, ... `training_log` (path of a metrics CSV) is drawn as the training curve and not copied.
+        facts: what the caller knows, copied into validation.json: `name` (of the run), `command` (a string), `commit`, `versions`
+            (package -> version), `export_hash`, ... `training_log`, the Path of training's metrics.csv or of a folder with
+            several, is drawn and not copied.
 
     Returns:
         What validation.json holds.
@@ -65,7 +68,7 @@ def validate(
     """
     facts = dict(facts or {})
     training_log = facts.pop("training_log", None)
-    requests = _chosen(requests, config)
+    requests = _chosen(target, requests, config)
     methods: Methods = {"drafter": lambda: ChainProposer(net, config.drafts), "lookup": lambda: LookupProposer(config.drafts)}
     if untrained_net is not None:
         methods["untrained"] = lambda: ChainProposer(untrained_net, config.drafts)
@@ -76,16 +79,13 @@ def validate(
     cost = _cost(target, requests, plain, methods["drafter"], config)
 
     result = summarize(plain, passes, found, simulation, cost, config) | {
-        "name": None,
         "target": asdict(target.identity) | {"dtype": str(target.dtype).removeprefix("torch.")},
         "end_ids": list(target.end_ids),
         "draft_vocabulary": draft_vocabulary(net, plain),
         "hardware": hardware.describe_hardware(target.device),
-        "versions": hardware.versions(),
-        "commit": hardware.commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-    result |= {key: value for key, value in facts.items() if key not in result or key in ("name", "commit", "versions")}
+    result = {"name": None, "commit": hardware.commit(), "versions": hardware.versions()} | facts | result
     samples = [(r.key, marked(pieces(target.tokenizer, r))) for r in passes[0].rollouts[:SAMPLES]]
     _write(Path(folder), result, _token_rows(requests, plain, passes), samples, training_log)
     if found:
@@ -93,8 +93,12 @@ def validate(
     return result
 
 
-def _chosen(requests: Sequence[Request], config: ValidateConfig) -> list[Request]:
-    chosen = [replace(r, limit=min(r.limit, config.max_tokens)) for r in requests[: config.prompts]]
+def _chosen(target: Target, requests: Sequence[Request], config: ValidateConfig) -> list[Request]:
+    """The first prompts, with answers as long as the recipe, the request and the target's positions allow."""
+    chosen = []
+    for r in requests[: config.prompts]:
+        room = max(1, target.max_positions - len(r.ids))
+        chosen.append(replace(r, limit=min(r.limit, config.max_tokens, room)))
     if not chosen:
         raise UserError("There are no held-out prompts to validate on: run `python -m data_prep` with some held out.")
     keys = [r.key for r in chosen]
@@ -104,34 +108,31 @@ def _chosen(requests: Sequence[Request], config: ValidateConfig) -> list[Request
     return chosen
 
 
-def _measure(target, requests: list[Request], config: ValidateConfig, methods: Methods) -> tuple[Pass, list[Pass]]:
+def _measure(target: Target, requests: list[Request], config: ValidateConfig, methods: Methods) -> tuple[Pass, list[Pass]]:
     """Time plain decoding and every method, each after a warm-up on the first prompts."""
     warm_up = [replace(r, limit=min(r.limit, WARM_UP_TOKENS)) for r in requests[: config.slots]]
-    run(target, warm_up, None, config.slots)
-    plain = Pass("plain", *run(target, requests, None, config.slots, overrun=config.drafts))
-    _say(plain)
     passes = []
-    for name, make in methods.items():
+    for name, make in {"plain": lambda: None, **methods}.items():
         run(target, warm_up, make(), config.slots)
-        rollouts, seconds = run(target, requests, make(), config.slots)
+        # What plain decoding says behind an end is what the simulation needs to judge drafts that reach there.
+        rollouts, seconds = run(target, requests, make(), config.slots, overrun=config.drafts if name == "plain" else 0)
         check_counts(name, rollouts, config.drafts)
         passes.append(Pass(name, rollouts, seconds, count(rollouts, config.drafts)))
         _say(passes[-1])
-    return plain, passes
+    return passes[0], passes[1:]
 
 
 def _say(p: Pass) -> None:
-    tau = f", tau {p.counts.tau:.3f}" if p.counts else ""
     size = f"{len(p.rollouts)} prompts, {p.tokens:,} tokens in {p.seconds:.1f} s"
-    print(f"{p.name}: {size}, {p.tokens_per_second:.1f} tokens/s{tau}", flush=True)
+    print(f"{p.name}: {size}, {p.tokens_per_second:.1f} tokens/s, tau {p.counts.tau:.3f}", flush=True)
 
 
-def _with_gap(target, plain: Pass, difference: Difference) -> Difference:
+def _with_gap(target: Target, plain: Pass, difference: Difference) -> Difference:
     rollout = next(r for r in plain.rollouts if r.key == difference.key)
     return replace(difference, gap=logit_gap(target, rollout, difference))
 
 
-def _cost(target, requests: list[Request], plain: Pass, make_proposer: Callable[[], object], config: ValidateConfig):
+def _cost(target: Target, requests: list[Request], plain: Pass, make_proposer: Make, config: ValidateConfig) -> Cost | None:
     """Cost ratio on the prompt with the longest answer."""
     request, rollout = max(zip(requests, plain.rollouts, strict=True), key=lambda pair: len(pair[1].answer))
     return measure_cost(target, request, make_proposer, config.slots, min(len(rollout.answer), COST_TOKENS))
@@ -161,7 +162,7 @@ def _token_rows(requests: list[Request], plain: Pass, passes: list[Pass]) -> lis
     return rows
 
 
-def _write(folder: Path, result: dict, rows: list[dict], samples: list[tuple[str, str]], training_log) -> None:
+def _write(folder: Path, result: dict, rows: list[dict], samples: list[tuple[str, str]], training_log: Path | None) -> None:
     """Write the report; validation.json goes first if an old one is there, and comes last."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "validation.json").unlink(missing_ok=True)
@@ -175,10 +176,13 @@ def _write(folder: Path, result: dict, rows: list[dict], samples: list[tuple[str
     print(f"report: {folder / 'README.md'}", flush=True)
 
 
-def _figures(result: dict, training_log) -> dict:
+def _figures(result: dict, training_log: Path | None) -> dict:
     """File name -> (caption, figure)."""
     methods = result["methods"]
-    depths = {n: plots.Acceptance(m["acceptance_by_depth"], m["reach_by_depth"]) for n, m in methods.items()}
+    depths = {}
+    for name, m in methods.items():
+        conditional = defined(m["acceptance_by_depth"], m["reach_by_depth"])
+        depths[name] = plots.Acceptance(conditional, m["reach_by_depth"])
     tau = {"drafter": result["tau"], "simulated": result["simulated_tau"]}
     tau |= {n: m["tau"] for n, m in methods.items()} | {"plain": 1.0}
     figures = {

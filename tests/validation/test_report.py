@@ -12,8 +12,8 @@ METHOD = {
     "lossless": True,
     "tokens": 3120,
     "rounds": 2200,
-    "acceptance_by_depth": [0.3, 0.25, None],
-    "reach_by_depth": [0.3, 0.075, 0.0],
+    "acceptance_by_depth": [0.3, 0.0, 0.0],
+    "reach_by_depth": [0.3, 0.0, 0.0],
     "rounds_by_accepted": [1540, 495, 165, 0],
     "seconds": 150.0,
     "tokens_per_second": 20.8,
@@ -49,8 +49,16 @@ RESULT = {
     "target": {"path": "some/target", "revision": "abc", "dtype": "float32"},
     "end_ids": [2],
     "draft_vocabulary": {"size": 4096, "target_size": 49152, "coverage": 0.951},
-    "hardware": {"device": "cpu", "cpu": "Some CPU", "cores": 2, "threads": 2, "gflops_2048_fp32": 151.2},
-    "versions": {"torch": "2.13"},
+    "hardware": {
+        "device": "cpu",
+        "cpu": "Some CPU",
+        "cores": 2,
+        "threads": 2,
+        "gflops_2048_fp32": 151.2,
+        "python": "3.11.9",
+        "torch": "2.13.0",
+    },
+    "versions": {"transformers": "5.24.0"},
     "commit": "0123abc",
     "command": "python -m drafttrain validate --config R",
     "date": "2026-01-01T00:00:00+00:00",
@@ -106,7 +114,7 @@ def test_a_loss_of_losslessness_stands_first_and_is_located(result):
 def test_undefined_acceptance_reads_na_and_disagreement_is_named(result):
     result["simulation"]["first_disagreement"] = {"prompt": "p3", "round": 4, "simulated": 2, "measured": 1}
     text = render(result, [], {})
-    assert "| the drafter | of the rounds that got there | 30.0% | 25.0% | n/a |" in text
+    assert "| the drafter | of the rounds that got there | 30.0% | 0.0% | n/a |" in text
     assert "prompt p3, round 4: simulated 2 accepted, measured 1" in text
 
 
@@ -119,7 +127,13 @@ def test_figures_samples_and_provenance(result):
     text = render(result, [("p1", "a <ins><b>b</b></ins>")], {"tau by method": "tau.png"})
     assert "![tau by method](tau.png)" in text
     assert "**p1**\n\n<pre>a <ins><b>b</b></ins></pre>" in text
-    for fact in ("0123abc", "Some CPU, 2 cores, 2 threads; 151 GFLOP/s", "4,096 of 49,152 tokens: 95.1%", "eos_token_id=[2]"):
+    for fact in (
+        "0123abc",
+        "Some CPU, 2 cores, 2 threads; 151 GFLOP/s",
+        "4,096 of 49,152 tokens: 95.1%",
+        "eos_token_id=[2]",
+        "python 3.11.9, torch 2.13.0, transformers 5.24.0",
+    ):
         assert fact in text
 
 
