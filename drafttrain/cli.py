@@ -1,0 +1,135 @@
+"""The command line: `python -m drafttrain COMMAND --config RECIPE [--config HARDWARE] [--section.key value]`.
+
+Each command is one file in `commands/` that composes what it needs; only the file that is asked for is imported, so validating on a
+laptop never imports Lightning or DeepSpeed. Every error that a user can mend is printed as `error: ...`, and the exit code is 2.
+"""
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from drafttrain.errors import UserError
+from drafttrain.options import Options
+from drafttrain.recipe import Recipe, load_recipe, sections_help
+from drafttrain.run import Run
+from drafttrain.topology import speaks
+
+COMMANDS = {
+    "train": "train the drafter (under torchrun for several processes); goes on from the last checkpoint",
+    "export": "write the best drafter as a folder that vLLM and SGLang load; --push REPO sends it to the Hub",
+    "validate": "prove the export on held-out prompts: losslessness, acceptance, speed; writes report/",
+    "generate": "answer a --prompt, the tokens that the drafter guessed in colour",
+    "plan": "print the resolved recipe and its arithmetic; starts nothing",
+}
+EXAMPLE = "recipes/smollm2-135m/eagle3.yaml"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help.")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    return guarded(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
+
+
+def guarded(run) -> int:
+    """Run something; a UserError becomes lines on stderr (of rank 0) and exit code 2, Ctrl-C 130."""
+    try:
+        run()
+    except UserError as error:
+        if speaks():
+            for sentence in str(error).splitlines():
+                print(f"error: {sentence}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _main(argv: list[str]) -> None:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_overview())
+        return
+    command, *rest = argv
+    if command not in COMMANDS:
+        close = difflib.get_close_matches(command, COMMANDS, n=1)
+        raise UserError(
+            f"no command {command!r}: " + (f"did you mean {close[0]}?" if close else f"choose from {', '.join(COMMANDS)}.")
+        )
+    parsed = parse(command, f"python -m drafttrain {command}", rest)
+    if parsed is not None:
+        recipe, options = parsed
+        importlib.import_module(f"drafttrain.commands.{command}").run(recipe, options)
+
+
+def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Options] | None:
+    """Recipe and options of a command; None after printing its help.
+
+    Raises:
+        UserError: everything that is wrong with the flags or the recipe.
+    """
+    parser = _options_parser(command, program)
+    known, rest = parser.parse_known_args(argv)
+    if known.help:
+        print(parser.format_help())
+        print(sections_help())
+        return None
+    overrides = pairs(rest)
+    if getattr(known, "push", None):
+        overrides.append(("export.push", known.push))
+    recipe, notes = load_recipe(known.config, overrides)
+    if speaks():
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    extra = {name: getattr(known, name) for name in ("prompt", "draft") if hasattr(known, name)}
+    return recipe, Options(Run(known.runs / recipe.name), **extra)
+
+
+def _options_parser(command: str, program: str) -> _Parser:
+    usage = f"{program} --config RECIPE [--config MORE] [--section.key value]"
+    parser = _Parser(prog=program, usage=usage, description=COMMANDS.get(command), allow_abbrev=False, add_help=False)
+    parser.add_argument("-h", "--help", action="store_true", help="this text")
+    parser.add_argument(
+        "--config", action="append", default=[], metavar="YAML", help="a recipe; several are merged, later ones win"
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are (default: runs)")
+    if command == "generate":
+        parser.add_argument("--prompt", metavar="TEXT", help="what the user says")
+        parser.add_argument("--draft", type=Path, metavar="DIR", help="an export or a checkpoint, instead of the run's own")
+    if command == "export":
+        parser.add_argument("--push", metavar="OWNER/NAME", help="send it to this Hub repository (same as --export.push)")
+    return parser
+
+
+def pairs(rest: Sequence[str]) -> list[tuple[str, str]]:
+    """`--section.key value` and `--section.key=value` as pairs. Raises UserError for anything else."""
+    found, words = [], list(rest)
+    while words:
+        flag = words.pop(0)
+        if not flag.startswith("--") or flag == "--":
+            raise UserError(f"{flag!r} belongs to no flag; a key of the recipe is set with --section.key value.")
+        name, equals, value = flag[2:].partition("=")
+        if not equals:
+            if not words or (words[0].startswith("--") and len(words[0]) > 2):
+                raise UserError(f"{flag} needs a value: {flag} VALUE (or {flag}=VALUE).")
+            value = words.pop(0)
+        found.append((name, value))
+    return found
+
+
+def _overview() -> str:
+    lines = [
+        "usage: python -m drafttrain COMMAND --config RECIPE [--config MORE] [--section.key value] [--runs DIR]",
+        "",
+        *(f"  {name:<9} {text}" for name, text in COMMANDS.items()),
+        "",
+        "First make the data: python -m data_prep --config RECIPE. All of it in order: launch/pipeline.sh RECIPE.",
+        f"Keys of a recipe: python -m drafttrain plan --help. An example: {EXAMPLE}",
+    ]
+    return "\n".join(lines)

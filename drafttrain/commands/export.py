@@ -1,0 +1,29 @@
+"""`drafttrain export`: checkpoints/best -> export/, and to the Hub if `export.push` names a repository."""
+
+from drafttrain.commands.drafts import refresh_card, training_facts
+from drafttrain.drafters.save import load_drafter
+from drafttrain.export.eagle3 import export_eagle3
+from drafttrain.export.hub import push
+from drafttrain.files import RunLock
+from drafttrain.options import Options
+from drafttrain.recipe import Recipe
+from drafttrain.target.load import load_target
+
+
+def run(recipe: Recipe, options: Options) -> None:
+    """Export the best drafter of the run. Raises UserError."""
+    folder = options.run
+    target = load_target(recipe.target)
+    net, record = load_drafter(folder.best, target)
+    with RunLock(folder.folder):
+        folder.record("export", recipe.plain())
+        made = export_eagle3(net, target, folder.export, recipe.export, None, training_facts(record))
+        refresh_card(folder)
+    for note in made["notes"]:
+        print(f"note: {note}")
+    size, gap = made["weights"]["bytes"], made["check"]["against_trained"]
+    print(
+        f"{folder.export}/: {size:,} bytes in {made['dtype']}; read back, its logits are within {gap:.1e} of the trained drafter's"
+    )
+    if recipe.export.push:
+        print(f"pushed: {push(folder.export, recipe.export.push, recipe.export.private)}")

@@ -1,0 +1,159 @@
+"""`drafttrain plan`: the resolved recipe and its arithmetic, without weights, data or processes."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafttrain.data.packing import RowPlan, read_chats
+from drafttrain.data.shards import FEATURE_DTYPE
+from drafttrain.data.store import TokenStore
+from drafttrain.data.stream import Share, plan_arithmetic
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.errors import UserError
+from drafttrain.files import human_bytes
+from drafttrain.options import Options
+from drafttrain.recipe import Recipe
+from drafttrain.run import Run, dump_yaml
+from drafttrain.target.load import locate
+from drafttrain.target.target import Target
+from drafttrain.topology import Topology, read_topology, uses_deepspeed
+from drafttrain.trainer_section import trainer_arguments
+from drafttrain.types import Identity
+from drafttrain.vocab import DraftVocabulary
+
+ADAM_BYTES = 8
+"""Two fp32 averages of every trained weight."""
+
+
+def run(recipe: Recipe, options: Options) -> None:
+    """Print the plan. Raises UserError for everything that `train` would refuse before it loads anything."""
+    topology = read_topology(recipe.trainer.get("strategy"))
+    trainer_arguments(recipe.trainer, options.run.logs)
+    print(dump_yaml(recipe.plain()))
+    for line in arithmetic(recipe, options.run, topology):
+        print(line)
+
+
+def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> list[str]:
+    """What the recipe amounts to, one sentence a line."""
+    target, reason = outline(recipe)
+    lines = [f"run folder: {run.folder}/", f"processes: {topology}", *_steps(recipe, run, topology)]
+    if target is None:
+        return [*lines, f"parameters and bytes: not known, because the target's config cannot be read ({reason})"]
+    vocabulary = _vocabulary(recipe, target)
+    with torch.device("meta"):
+        net = recipe.drafter.build(target, vocabulary)
+    return [*lines, *_disk(recipe, run, target, net), *_device(recipe, topology, target, net)]
+
+
+def outline(recipe: Recipe) -> tuple[Target | None, str]:
+    """The target without its weights, from its config alone; None and the reason if that cannot be had.
+
+    Raises:
+        UserError: a local target that does not exist.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = recipe.target
+    where, gguf = locate(config.path)
+    extra = {} if gguf is None else {"gguf_file": gguf}
+    try:
+        found = AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # transformers raises a dozen kinds; a plan goes on without
+        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    text = found.get_text_config()
+    identity = Identity(config.path, "", "", "", "", text.num_hidden_layers, text.hidden_size, text.vocab_size)
+    return Target(model, SimpleNamespace(tokenizer=None), identity, ()), ""  # type: ignore[arg-type]
+
+
+def _vocabulary(recipe: Recipe, target: Target) -> DraftVocabulary:
+    """A draft vocabulary of the right size; which tokens are in it is known after data_prep."""
+    size = getattr(recipe.drafter, "draft_vocab", None)  # drafters that share the target's head have no vocabulary of their own
+    if size is not None and size > target.vocab:
+        raise UserError(
+            f"drafter.init_args.draft_vocab is {size}, but the target has {target.vocab} tokens; lower it, or set it to null."
+        )
+    return DraftVocabulary(torch.arange(size or target.vocab), target.vocab)
+
+
+def _steps(recipe: Recipe, run: Run, topology: Topology) -> list[str]:
+    """Tokens of a step, and epochs once there is a token store."""
+    data, steps = recipe.data, recipe.trainer.get("max_steps")
+    share = Share(topology.rank, topology.world, recipe.trainer.get("accumulate_grad_batches", 1), data.rows)
+    try:
+        store = TokenStore.open(run.data / "train")
+    except UserError:
+        store = None
+    if store is None or not steps:
+        factors = f"{share.world} processes x {share.accumulate} accumulations x {share.rows} rows x {data.length} tokens"
+        return [f"tokens/step: {factors} = {share.window_rows * data.length:,}; steps: {steps}; epochs are known after data_prep"]
+    chats = read_chats(store, data.length)
+    plan = RowPlan(chats, data.length, data.seed)
+    return plan_arithmetic(chats, share, data.length, steps, 1 - chats.tokens / (len(plan.epoch(0)) * data.length))
+
+
+def _disk(recipe: Recipe, run: Run, target: Target, net: DrafterNet) -> list[str]:
+    """Bytes of features, checkpoints and export."""
+    trained = _size(net)
+    lines = [f"parameters: {trained:,} trained, {_size(target.model):,} frozen in the target"]
+    tokens, bound = _tokens(recipe, run)
+    taps, width = len(net.needs.taps), FEATURE_DTYPE.itemsize
+    per_token = (taps + 1) * target.hidden * width
+    if recipe.data.features == "stored" and tokens is not None:
+        total = human_bytes(tokens * per_token)
+        lines.append(
+            f"disk, features: {bound}{tokens:,} tokens x ({taps} taps + 1) x {target.hidden} x {width} bytes = {bound}{total}"
+        )
+    elif recipe.data.features == "stored":
+        lines.append(f"disk, features: {human_bytes(per_token)} a token; how many tokens is known after data_prep")
+    else:
+        lines.append("disk, features: none, the target reads every row inside the training step")
+    export = trained * (2 if recipe.export.dtype == "bfloat16" else 4)
+    sizes = [human_bytes(count) for count in (trained * (4 + ADAM_BYTES), 4 * trained, export)]
+    lines.append("disk, checkpoints: {} to resume, {} a drafter; export: {}".format(*sizes))
+    return lines
+
+
+def _device(recipe: Recipe, topology: Topology, target: Target, net: DrafterNet) -> list[str]:
+    """Bytes that stay on each device; activations come on top."""
+    stage = _zero_stage(recipe.trainer.get("strategy"))
+    shared = [1 if stage < needed else topology.world for needed in (3, 3, 2, 1)]  # target, weights, gradients, Adam
+    trained = _size(net)
+    size = 2 if recipe.target.dtype == "bfloat16" else 4
+    parts = [_size(target.model) * size, trained * 4, trained * 4, trained * ADAM_BYTES]
+    parts = [part // among for part, among in zip(parts, shared, strict=True)]
+    names = ("target", "drafter", "gradients", "Adam")
+    kept = " + ".join(f"{name} {human_bytes(part)}" for name, part in zip(names, parts, strict=True))
+    logits = recipe.data.rows * recipe.data.length * net.needs.depth * len(net.vocabulary.ids) * 4
+    return [
+        f"device ({topology.accelerator}), each process: {kept} = {human_bytes(sum(parts))}",
+        f"device, on top: activations; one copy of a micro-batch's logits is at most {human_bytes(logits)}",
+    ]
+
+
+def _zero_stage(strategy: Any) -> int:
+    if not uses_deepspeed(strategy):
+        return 0
+    if isinstance(strategy, dict):
+        return int((strategy.get("init_args") or {}).get("stage", 2))
+    return next((int(digit) for digit in strategy if digit.isdigit()), 2)
+
+
+def _tokens(recipe: Recipe, run: Run) -> tuple[int | None, str]:
+    """Tokens of the training store, or a bound from the recipe; and the words that go before the number."""
+    try:
+        return TokenStore.open(run.data / "train").manifest.tokens, ""
+    except UserError:
+        counts = [vars(source).get("count") for source in recipe.prepare.prompts]
+        known = [count for count in counts if count is not None]
+        if len(known) < len(counts):
+            return None, ""
+        return sum(known) * (recipe.prepare.max_prompt + recipe.prepare.max_tokens), "at most "
+
+
+def _size(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters())

@@ -1,0 +1,18 @@
+"""What was asked for on the command line, beside the recipe."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from drafttrain.run import Run
+
+
+@dataclass(frozen=True)
+class Options:
+    """The flags that are no keys of the recipe."""
+
+    run: Run
+    """The run folder, runs/<name>/."""
+    prompt: str | None = None
+    """generate: the user's words."""
+    draft: Path | None = None
+    """generate: folder of a drafter or an export; None takes the run's own."""

@@ -1,0 +1,135 @@
+"""The recipe: one YAML that says everything about a run.
+
+The fields of `Recipe` are the sections, the fields of their dataclasses the keys; there is no second schema. Files given later
+win, flags (`--section.key value`) win over files. `trainer:` is Lightning's own and is checked against its signature where a trainer
+is made (`trainer_section.py`), because importing Lightning takes seconds.
+"""
+
+import argparse
+import importlib
+import pkgutil
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+
+from data_prep.config import PrepareConfig
+from data_prep.sources import PromptSource
+from drafttrain import drafters
+from drafttrain.data.stream import DataConfig
+from drafttrain.drafters.base import DrafterConfig
+from drafttrain.errors import UserError
+from drafttrain.export.config import ExportConfig
+from drafttrain.losses import Objective
+from drafttrain.recipe_build import Builder, choices, places, plain
+from drafttrain.recipe_files import Written, read_all
+from drafttrain.target.config import TargetConfig
+from drafttrain.tasks.checkpoint_config import CheckpointConfig
+from drafttrain.tasks.optimizer import OptimizerConfig
+from drafttrain.validation.config import ValidateConfig
+
+jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+for _module in pkgutil.iter_modules(drafters.__path__, "drafttrain.drafters."):
+    importlib.import_module(_module.name)  # so that a new file in drafters/ is known by its class name
+
+BASES: dict[type, str] = {DrafterConfig: "drafter", Objective: "objective", PromptSource: "prompt source"}
+"""Classes that a recipe chooses by name, and what one is called."""
+
+FROM_TORCHRUN = "accelerator", "devices", "num_nodes", "use_distributed_sampler"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A resolved recipe: every section built, every default filled in."""
+
+    name: str
+    """Decides the run folder, runs/<name>/."""
+    target: TargetConfig
+    prepare: PrepareConfig
+    drafter: DrafterConfig
+    objective: Objective
+    data: DataConfig
+    optimizer: OptimizerConfig
+    checkpoint: CheckpointConfig
+    export: ExportConfig
+    validate: ValidateConfig
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Arguments of lightning.pytorch.Trainer, passed through (max_steps, precision, strategy, logger, ...)."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+            raise UserError(
+                f"name is {self.name!r}, but it becomes a folder: use letters, digits, '.', '_' and '-', e.g. smollm2-eagle3."
+            )
+        for key in FROM_TORCHRUN:
+            if key in self.trainer:
+                raise UserError(
+                    f"trainer.{key} cannot be set in a recipe: the number of processes and machines comes from torchrun "
+                    f"(torchrun --nproc-per-node N -m drafttrain train ...), the kind of device from the machine; remove it."
+                )
+
+    def plain(self) -> dict[str, Any]:
+        """As YAML can hold it; parsing it again gives an equal recipe."""
+        return plain(self, BASES)
+
+
+def load_recipe(configs: Sequence[str | Path], overrides: Sequence[tuple[str, str]] = ()) -> tuple[Recipe, list[str]]:
+    """Read, merge and build a recipe.
+
+    Args:
+        configs: YAML files; later ones win.
+        overrides: `("optimizer.lr", "6e-4")` pairs, over the files.
+
+    Returns:
+        The recipe, and notes on what the merge dropped.
+
+    Raises:
+        UserError: one sentence per fault, all faults found.
+    """
+    if not configs:
+        raise UserError("no recipe: pass --config, e.g. --config recipes/smollm2-135m/eagle3.yaml.")
+    written = read_all([Path(c) for c in configs], overrides)
+    return build_recipe(written), written.notes
+
+
+def build_recipe(written: Written) -> Recipe:
+    """Check names and types of what was written, and build every section. Raises UserError with all faults."""
+    builder = Builder(written, BASES, places(Recipe, "", BASES))
+    recipe = builder.build(Recipe, written.tree, "")
+    if recipe is None:
+        raise UserError("\n".join([*builder.errors, *written.notes]))
+    return recipe
+
+
+def sections_help() -> str:
+    """All keys of a recipe with their types, defaults and docstrings, as jsonargparse reads them from the signatures."""
+    texts = []
+    for section in fields(Recipe):
+        if section.type in BASES:
+            for name, cls in choices(section.type).items():
+                texts.append(_class_help(cls, f"{section.name}.init_args", f"{section.name}.class_path: {name}"))
+        elif isinstance(section.type, type) and section.name not in ("name", "trainer"):
+            texts.append(_class_help(section.type, section.name, section.name))
+    for name, cls in choices(PromptSource).items():
+        texts.append(_class_help(cls, "init_args", f"prepare.prompts, an item of class_path: {name}"))
+    texts.insert(0, "name (str): the run folder is runs/<name>/")
+    texts.append(
+        "trainer: arguments of lightning.pytorch.Trainer, except "
+        + ", ".join(FROM_TORCHRUN)
+        + " (torchrun and the machine decide)"
+    )
+    return "\n\n".join(texts)
+
+
+def _class_help(cls: type, place: str, title: str) -> str:
+    parser = jsonargparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
+    parser.add_class_arguments(cls, place)
+    for action in parser._actions:
+        if action.dest == place or action.dest.endswith(".help"):
+            action.help = argparse.SUPPRESS  # jsonargparse's own extras, which our reader of flags does not take
+        action.option_strings = [flag for flag in action.option_strings if not flag.endswith("+")]
+    lines = parser.format_help().strip().splitlines()
+    return "\n".join([f"{title}: {lines[0].rstrip(':')}" if lines else title, *lines[1:]])

@@ -1,0 +1,244 @@
+"""From what the user wrote to the recipe's dataclasses: names checked against their signatures, values parsed by jsonargparse.
+
+There is no second schema: the fields of a dataclass are the keys of its section. A *choice* is a class named in the recipe
+(`class_path`, `init_args`) among the subclasses of a base. Every fault becomes one sentence, and all of them are collected.
+"""
+
+import collections.abc
+import dataclasses
+import difflib
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jsonargparse import ArgumentError, ArgumentParser
+
+from drafttrain.errors import UserError
+from drafttrain.recipe_files import CLASS_KEYS, Written
+
+
+def join(place: str, key: str) -> str:
+    """A place inside another."""
+    return f"{place}.{key}" if place else key
+
+
+def fields_of(cls: type) -> dict[str, tuple[Any, bool]]:
+    """Key -> (type hint, required?) of a config class, from its signature, in order."""
+    hints = typing.get_type_hints(cls.__init__)  # type: ignore[misc]
+    parameters = list(inspect.signature(cls).parameters.values())
+    return {p.name: (hints.get(p.name, Any), p.default is inspect.Parameter.empty) for p in parameters}
+
+
+def choices(base: type) -> dict[str, type]:
+    """Class name -> class, for every class that a recipe may name where `base` is wanted."""
+    found: dict[str, type] = {}
+    for subclass in type.__subclasses__(base):
+        if not inspect.isabstract(subclass):
+            found[subclass.__name__] = subclass
+        found.update(choices(subclass))
+    return dict(sorted(found.items()))
+
+
+def nearest(place: str, siblings: Iterable[str], everywhere: Iterable[str]) -> str:
+    """The way out for an unknown key: the key that was probably meant, or the keys that exist beside it."""
+    last, siblings, everywhere = place.rpartition(".")[2], list(siblings), list(everywhere)
+    parent = place.rpartition(".")[0]
+    close = difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)
+    if close:
+        return f"did you mean '{join(parent, close[0])}'?"
+    close = [known for known in everywhere if known.rpartition(".")[2] == last] or difflib.get_close_matches(
+        place, everywhere, n=1, cutoff=0.7
+    )
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"{'keys of ' + parent if parent else 'the sections'}: {', '.join(siblings)}."
+
+
+def describe(hint: Any) -> str:
+    """A type hint in words."""
+    if hint is type(None):
+        return "null"
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(describe, arguments))
+    if origin is tuple and ... not in arguments:
+        return f"a list [{', '.join(map(describe, arguments))}]"
+    if origin in (list, tuple, collections.abc.Sequence) and arguments:
+        return f"a list of {describe(arguments[0])}"
+    return {str: "text", dict: "keys and values"}.get(origin or hint, getattr(origin or hint, "__name__", str(hint)))
+
+
+class Builder:
+    """Builds config objects out of what was written; collects sentences in `errors` instead of stopping at the first.
+
+    Args:
+        written: The merged recipe.
+        bases: Base class -> what one of its subclasses is called ("drafter").
+        known: All valid places, to suggest from.
+    """
+
+    def __init__(self, written: Written, bases: Mapping[type, str], known: Iterable[str]):
+        self.written, self.bases, self.known = written, bases, list(known)
+        self.errors: list[str] = []
+
+    def unknown(self, place: str, siblings: Iterable[str]) -> None:
+        """Report a key that does not exist, as it was typed."""
+        if place not in self.written.where:  # `--optimzer.lr 1` was typed with what follows
+            place = next((typed for typed in self.written.where if typed.startswith(place + ".")), place)
+        self.errors.append(f"unknown key '{place}'{self.written.origin(place)}: {nearest(place, siblings, self.known)}")
+
+    def build(self, cls: type, given: Any, place: str) -> Any:
+        """An instance of a config class, or None after reporting why not."""
+        if given is None:
+            given = {}
+        if not isinstance(given, dict):
+            self.errors.append(
+                f"'{place}'{self.written.origin(place)} should hold keys ({', '.join(fields_of(cls))}), got {given!r}."
+            )
+            return None
+        before, fields = len(self.errors), fields_of(cls)
+        values = {}
+        for key in given:
+            if key not in fields:
+                self.unknown(join(place, key), fields)
+        for key, (hint, required) in fields.items():
+            if key in given:
+                values[key] = self.value(hint, given[key], join(place, key))
+            elif self._is_section(hint):
+                values[key] = self.value(hint, {}, join(place, key))  # names the keys that are missing in it, if any
+            elif required:
+                at = join(place, key)
+                flag = "" if "[" in at else f" or pass --{at}"
+                self.errors.append(f"'{at}' is missing: add it to the recipe{flag} ({describe(hint)}).")
+        if len(self.errors) > before:
+            return None
+        try:
+            return cls(**values)
+        except UserError as error:
+            self.errors.append(str(error))
+        except (ValueError, TypeError) as error:
+            self.errors.append(f"'{place}'{self.written.origin(place)}: {error}")
+        return None
+
+    def _is_section(self, hint: Any) -> bool:
+        return hint in self.bases or (inspect.isclass(hint) and dataclasses.is_dataclass(hint))
+
+    def value(self, hint: Any, given: Any, place: str) -> Any:
+        """A value of a field: a choice, a list of choices, a nested config, or anything that jsonargparse can parse."""
+        if hint in self.bases:
+            return self.choice(hint, given, place)
+        arguments = typing.get_args(hint)
+        if typing.get_origin(hint) in (list, tuple, collections.abc.Sequence) and arguments and arguments[0] in self.bases:
+            if not isinstance(given, list):
+                self.errors.append(
+                    f"'{place}'{self.written.origin(place)} should be a list of {self.bases[arguments[0]]}s, got {given!r}."
+                )
+                return None
+            return [self.choice(arguments[0], item, f"{place}[{i}]") for i, item in enumerate(given)]
+        if self._is_section(hint):
+            return self.build(hint, given, place)
+        return self._leaf(hint, given, place)
+
+    def choice(self, base: type, given: Any, place: str) -> Any:
+        """An instance of the class that the recipe names."""
+        what, known = self.bases[base], ", ".join(choices(base))
+        if isinstance(given, str):
+            given = {"class_path": given}
+        if given is None or (isinstance(given, dict) and "class_path" not in given):
+            self.errors.append(f"'{place}.class_path' is missing: name the {what}, one of {known}.")
+            return None
+        if not isinstance(given, dict):
+            self.errors.append(
+                f"'{place}'{self.written.origin(place)} should be class_path and init_args of a {what}, got {given!r}."
+            )
+            return None
+        cls = find_class(base, given["class_path"])
+        for key in given:
+            if key not in CLASS_KEYS:
+                self.unknown(join(place, key), CLASS_KEYS if cls is None or key not in fields_of(cls) else [])
+        if cls is None:
+            at = self.written.origin(f"{place}.class_path")
+            self.errors.append(f"'{place}.class_path'{at} names no {what}: got {given['class_path']!r}, known are {known}.")
+            return None
+        return self.build(cls, given.get("init_args"), f"{place}.init_args")
+
+    def _leaf(self, hint: Any, given: Any, place: str) -> Any:
+        if (
+            place in self.written.raw
+            and not isinstance(given, str)
+            and given is not None
+            and str in (hint, *typing.get_args(hint))
+        ):
+            given = self.written.raw[place]  # a text field takes what was typed, `123` too
+        if (typing.get_origin(hint) or hint) is dict and isinstance(given, dict):
+            return given  # free content: jsonargparse would look for classes in it
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--value", type=hint)
+        try:
+            if isinstance(given, bool) and not accepts_bool(hint):
+                raise TypeError("true and false are no numbers")
+            return parser.parse_object({"value": given}).value
+        except (ArgumentError, TypeError, ValueError):
+            self.errors.append(
+                f"'{place}'{self.written.origin(place)} should be {describe(hint)}, got {given!r} ({type(given).__name__})."
+            )
+            return None
+
+
+def accepts_bool(hint: Any) -> bool:
+    """Python takes True for 1; a recipe does not."""
+    return hint in (bool, Any) or any(accepts_bool(a) for a in typing.get_args(hint)) or hint is dict or hint is object
+
+
+def find_class(base: type, name: Any) -> type | None:
+    """The subclass of `base` with this name, or at this dotted path (a class of the user's own)."""
+    if not isinstance(name, str):
+        return None
+    if "." not in name:
+        return choices(base).get(name)
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), last, None)
+    except ImportError:
+        return None
+    return found if inspect.isclass(found) and issubclass(found, base) and found is not base else None
+
+
+def places(cls: type, place: str, bases: Mapping[type, str]) -> list[str]:
+    """All valid places under a section."""
+    if cls in bases:
+        inner = [p for c in choices(cls).values() for p in places(c, f"{place}.init_args", bases)]
+        return [f"{place}.class_path", *dict.fromkeys(inner)]
+    found = []
+    for key, (hint, _) in fields_of(cls).items():
+        if inspect.isclass(hint) and (hint in bases or dataclasses.is_dataclass(hint)):
+            found += places(hint, join(place, key), bases)
+        else:
+            found.append(join(place, key))
+    return found
+
+
+def plain(value: Any, bases: Mapping[type, str]) -> Any:
+    """Back to what YAML can hold; a chosen class by its short name where that finds it again."""
+    if dataclasses.is_dataclass(value) or isinstance(value, tuple(bases)):
+        arguments = {key: plain(getattr(value, key), bases) for key in fields_of(type(value))}
+        base = next((b for b in bases if isinstance(value, b)), None)
+        if base is None:
+            return arguments
+        name = type(value).__name__
+        in_house = (
+            choices(base).get(name) is type(value) and type(value).__module__.split(".")[0] == base.__module__.split(".")[0]
+        )
+        return {"class_path": name if in_house else f"{type(value).__module__}.{name}", "init_args": arguments}
+    if isinstance(value, dict):
+        return {key: plain(v, bases) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v, bases) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)

@@ -1,0 +1,187 @@
+"""Reading recipes: YAML with line numbers, files merged from left to right, `--section.key value` on top.
+
+Every value remembers where it was written (`recipes/x.yaml line 12`, or the flag as typed), so that an error can point there.
+A *place* is a dotted path such as `drafter.init_args.taps`; the items of a list are `prepare.prompts[0]`.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drafttrain.errors import UserError
+
+CLASS_KEYS = {"class_path", "init_args"}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's safe loader, but `6e-4` is a number (plain YAML 1.1 wants `6.0e-4`); dates and `1:30` stay text."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("timestamp", "float", "int")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^[-+]?(?:(?:\d[\d_]*)\.[\d_]*(?:[eE][-+]?\d+)?|\.\d[\d_]*(?:[eE][-+]?\d+)?|\d[\d_]*[eE][-+]?\d+|\.inf|\.nan)$", re.I
+    ),
+    list("-+0123456789."),
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][\d_]*|0x[\da-fA-F]+)$"), list("-+0123456789")
+)
+
+
+@dataclass
+class Written:
+    """What the user wrote: nested dicts, and where each place was written."""
+
+    tree: dict[str, Any] = field(default_factory=dict)
+    where: dict[str, str] = field(default_factory=dict)
+    raw: dict[str, str] = field(default_factory=dict)
+    """Values from the command line as typed: a text field takes `123` as it stands."""
+    notes: list[str] = field(default_factory=list)
+    """What the merge did that nobody asked for by name: announced, never silent."""
+
+    def origin(self, place: str) -> str:
+        """` (file line n)` of a place or of its nearest written ancestor; empty if unknown."""
+        while place:
+            if place in self.where:
+                return f" ({self.where[place]})"
+            place = place[: max(place.rfind("."), place.rfind("["), 0)]
+        return ""
+
+
+def load_value(text: str) -> Any:
+    """One YAML value, as typed after a flag.
+
+    Raises:
+        UserError: broken YAML.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"{text!r} is not a YAML value ({_problem(error)}); put quotes around text with brackets or colons."
+        ) from None
+
+
+def read_file(path: Path) -> Written:
+    """One recipe file.
+
+    Raises:
+        UserError: missing file, broken YAML, a key written twice, not a mapping.
+    """
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UserError(
+            f"--config {path}: {error.strerror.lower() if error.strerror else error}; give the path of a recipe."
+        ) from None
+    written = Written()
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        value = None if node is None else _construct(loader, node, "", path, written.where)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {_problem(error)}.") from None
+    finally:
+        loader.dispose()
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{path} should hold sections such as 'target:' and 'drafter:', got {type(value).__name__}.")
+    written.tree = value or {}
+    return written
+
+
+def read_all(configs: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> Written:
+    """Merge files from left to right, then the flags (`place`, `value as typed`).
+
+    Raises:
+        UserError: as `read_file` and `load_value`; a flag that goes through something that is not a section.
+    """
+    result = Written()
+    for path in configs:
+        read = read_file(path)
+        result.where.update(read.where)
+        merge(result.tree, read.tree, "", str(path), result.notes)
+    for place, text in overrides:
+        value = load_value(text)
+        layer = value
+        for key in reversed(place.split(".")):
+            layer = {key: layer}
+        for below in [p for p in result.where if p.startswith((f"{place}.", f"{place}["))]:
+            del result.where[below]
+        merge(result.tree, layer, "", f"--{place}", result.notes)
+        result.where[place] = f"--{place}"
+        result.raw[place] = text
+    return result
+
+
+def merge(base: dict[str, Any], top: dict[str, Any], place: str, source: str, notes: list[str]) -> None:
+    """Lay `top` over `base` in place. Lists are replaced whole. A class's arguments go with the class, and a note says so."""
+    for key, value in top.items():
+        here = f"{place}.{key}" if place else key
+        old = base.get(key)
+        if isinstance(value, str) and isinstance(old, dict) and CLASS_KEYS & old.keys():
+            value = {"class_path": value}  # `--drafter Eagle3`: a class by name
+        if isinstance(old, dict) and isinstance(value, dict):
+            new_class = value.get("class_path")
+            if new_class is not None and _last(new_class) != _last(old.get("class_path")):
+                if old.get("init_args"):
+                    notes.append(
+                        f"{here} is now {new_class} ({source}): the arguments of {old.get('class_path')} are dropped "
+                        f"({', '.join(old['init_args'])})."
+                    )
+                base[key] = value
+                continue
+            merge(old, value, here, source, notes)
+        else:
+            base[key] = value
+
+
+def _last(class_path: Any) -> str:
+    return str(class_path).rpartition(".")[2]
+
+
+def _construct(loader: _Loader, node: yaml.Node, place: str, path: Path, where: dict[str, str]) -> Any:
+    """Plain values of a YAML node; fills `where`; refuses a key written twice."""
+    if isinstance(node, yaml.MappingNode):
+        _refuse_twice(node, place, path)
+        loader.flatten_mapping(node)
+        result: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            key = str(loader.construct_object(key_node))
+            here = f"{place}.{key}" if place else key
+            where[here] = f"{path} line {key_node.start_mark.line + 1}"
+            result[key] = _construct(loader, value_node, here, path, where)
+        return result
+    if isinstance(node, yaml.SequenceNode):
+        items = []
+        for i, item in enumerate(node.value):
+            where[f"{place}[{i}]"] = f"{path} line {item.start_mark.line + 1}"
+            items.append(_construct(loader, item, f"{place}[{i}]", path, where))
+        return items
+    return loader.construct_object(node)
+
+
+def _refuse_twice(node: yaml.MappingNode, place: str, path: Path) -> None:
+    """PyYAML lets the last of two equal keys win in silence."""
+    lines: dict[str, int] = {}
+    for key_node, _ in node.value:
+        line = key_node.start_mark.line + 1
+        if (key := str(key_node.value)) in lines:
+            here = f"{place}.{key}" if place else key
+            raise UserError(f"{path}: '{here}' is written twice, in lines {lines[key]} and {line}; keep one.")
+        lines[key] = line
+
+
+def _problem(error: yaml.YAMLError) -> str:
+    """What PyYAML says, in one line."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} in line {error.problem_mark.line + 1}"
+    return " ".join(str(error).split())

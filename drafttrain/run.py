@@ -1,0 +1,104 @@
+"""The run folder: everything that one recipe made, in one place.
+
+runs/<name>/recipe.yaml     the resolved recipe of the last command
+            versions.json   per command: versions, commit, world size, command line
+            data/           token stores, prompts, ledger          (data_prep)
+            checkpoints/    last/ to resume, best/ by tau          (train)
+            logs/           metrics                                (train)
+            export/         folder for vLLM and SGLang             (export)
+            report/         validation.json, tokens.jsonl, plots   (validate)
+"""
+
+import platform
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from drafttrain.files import read_json, write_atomic, write_json_atomic
+from drafttrain.validation import hardware
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder. Properties are paths; nothing is made until something is written."""
+
+    folder: Path
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        return self.checkpoints / "best"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def training_log(self) -> Path:
+        """The newest table of metrics; a resumed run begins a new one."""
+        tables = sorted(self.logs.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime)
+        return tables[-1] if tables else self.logs / "metrics.csv"
+
+    @property
+    def export(self) -> Path:
+        return self.folder / "export"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / "report"
+
+    def record(self, command: str, recipe: dict[str, Any], world: int = 1) -> None:
+        """Write the resolved recipe, and what ran `command`. Stages may run on different machines, so each has its own entry."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.folder / "recipe.yaml", dump_yaml(recipe))
+        path = self.folder / "versions.json"
+        entries = read_json(path, "the record of versions") if path.exists() else {}
+        entries[command] = stamp(world)
+        write_json_atomic(path, entries)
+
+
+def dump_yaml(recipe: dict[str, Any]) -> str:
+    """A recipe as YAML, sections in the order of the recipe, short lists on one line."""
+    return yaml.dump(recipe, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def stamp(world: int) -> dict[str, Any]:
+    """What a result depends on besides the recipe."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "python": platform.python_version(),
+        "packages": hardware.versions(),
+        "commit": hardware.commit(),
+        "world": world,
+        "command": command_line(),
+    }
+
+
+def command_line() -> str:
+    """The command as it was typed, near enough to be typed again."""
+    program = Path(sys.argv[0])
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
+    return shlex.join([*name.split(), *sys.argv[1:]])
+
+
+class _Dumper(yaml.SafeDumper):
+    """Lists of numbers on one line; floats so that plain YAML reads them as floats again."""
+
+
+def _list(dumper: yaml.SafeDumper, items: list) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=all(isinstance(x, int | float) for x in items))
+
+
+_Dumper.add_representer(list, _list)

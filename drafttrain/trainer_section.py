@@ -1,0 +1,101 @@
+"""The `trainer:` section of a recipe: arguments of Lightning's Trainer, passed through, checked against its signature.
+
+Only `train` and `plan` import this file: Lightning alone takes seconds to import, and a laptop that validates needs none of it.
+Classes (`class_path`, `init_args`) may stand for a strategy, loggers, callbacks, plugins; they are built here.
+"""
+
+import copy
+import inspect
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, Logger
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from drafttrain.errors import UserError
+from drafttrain.recipe import FROM_TORCHRUN
+from drafttrain.recipe_build import choices, describe, nearest
+from drafttrain.tasks.train import OURS
+
+
+def trainer_arguments(section: dict[str, Any], logs: Path) -> dict[str, Any]:
+    """What the recipe says of Lightning's Trainer, checked, with classes built.
+
+    Args:
+        section: `trainer` as written in the recipe.
+        logs: Where loggers write that the recipe gives no folder.
+
+    Raises:
+        UserError: unknown key, wrong type, unknown class or argument; all of them.
+    """
+    hints = {key: hint for key, hint in get_type_hints(Trainer.__init__).items() if key not in ("return", *FROM_TORCHRUN, *OURS)}
+    errors, arguments = [], {}
+    for key, value in section.items():
+        if key in OURS:
+            errors.append(
+                f"trainer.{key} cannot be set: training ends by trainer.max_steps and does its own saving and showing; remove it."
+            )
+            continue
+        if key not in hints:
+            errors.append(
+                f"unknown key 'trainer.{key}': {nearest(f'trainer.{key}', hints, [f'trainer.{known}' for known in hints])}"
+            )
+            continue
+        if (
+            key == "strategy"
+            and isinstance(value, str)
+            and value not in (names := ["auto", *StrategyRegistry.available_strategies()])
+        ):
+            errors.append(f"'trainer.strategy' is no strategy of Lightning: got {value!r}, known are {', '.join(names)}.")
+            continue
+        try:
+            arguments[key] = _build(hints[key], _with_save_dir(value, logs) if key == "logger" else value)
+        except (ArgumentError, ValueError, TypeError, ImportError) as error:
+            errors.append(_sentence(f"trainer.{key}", hints[key], value, error))
+    if errors:
+        raise UserError("\n".join(errors))
+    return arguments
+
+
+def _build(hint: Any, value: Any) -> Any:
+    """Parse against the hint; a class that is named is built. (A copy: jsonargparse writes into what it parses.)"""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    return parser.instantiate(parser.parse_object({"value": copy.deepcopy(value)})).value
+
+
+def _with_save_dir(value: Any, logs: Path) -> Any:
+    """Loggers write into the run folder unless the recipe says where."""
+    if isinstance(value, list):
+        return [_with_save_dir(item, logs) for item in value]
+    if isinstance(value, str):
+        value = {"class_path": value}
+    if not isinstance(value, dict) or "class_path" not in value:
+        return value
+    cls = choices(Logger).get(str(value["class_path"]).rpartition(".")[2])
+    if cls is None or "save_dir" not in inspect.signature(cls).parameters:
+        return value
+    defaults = {"save_dir": str(logs)} | ({"name": ""} if cls is CSVLogger else {})
+    return {"class_path": f"{cls.__module__}.{cls.__name__}", "init_args": defaults | (value.get("init_args") or {})}
+
+
+NOISE = re.compile(r"(Does not validate|Subtypes:|Errors:|Given value|- Expected a|- Problem with|Parser key \"value\")")
+"""Lines of jsonargparse's nested reports that only repeat the types that were tried."""
+
+
+def _sentence(place: str, hint: Any, value: Any, error: Exception) -> str:
+    """One sentence out of jsonargparse's nested report."""
+    if not isinstance(value, dict) or "class_path" not in value:
+        return f"'{place}' should be {describe(hint)}, got {value!r} ({type(value).__name__})."
+    text, name = str(error), value["class_path"]
+    if found := re.search(r"Option '([\w.]+)' is not accepted", text):
+        return f"'{place}.init_args.{found[1]}' is no argument of {name}; see the signature of that class."
+    if "dot import path" in text or "No module named" in text or "has no attribute" in text:
+        base = {"trainer.strategy": Strategy, "trainer.logger": Logger}.get(place)
+        known = f"; known are {', '.join(choices(base))}" if base else ""
+        return f"'{place}.class_path' names no class that can be imported: got {name!r}{known}."
+    reasons = [line.strip(" -") for line in text.splitlines() if not NOISE.match(line.strip())]
+    return f"'{place}' could not be built from {name}: {' '.join(reasons)[:300]}"
