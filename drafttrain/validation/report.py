@@ -6,6 +6,7 @@ Nothing here measures or computes more than a percentage: a report can be writte
 import json
 from collections.abc import Mapping, Sequence
 
+from drafttrain.validation.samples import Sample
 from drafttrain.validation.summary import defined
 
 METHOD_NAMES = {"drafter": "the drafter", "lookup": "prompt lookup", "untrained": "the untrained drafter"}
@@ -58,12 +59,12 @@ DEFINITIONS = """\
   **The untrained drafter** is the same net before its first step."""
 
 
-def render(result: Mapping, samples: Sequence[tuple[str, str]], figures: Mapping[str, str]) -> str:
+def render(result: Mapping, samples: Sequence[Sample], figures: Mapping[str, str]) -> str:
     """The report.
 
     Args:
         result: what validation.json holds.
-        samples: (prompt key, marked HTML of the answer).
+        samples: answers to show.
         figures: caption -> file name, in the order to be shown.
     """
     parts = [
@@ -214,9 +215,9 @@ def _recount(r: Mapping) -> str:
     )
 
 
-def _samples(samples: Sequence[tuple[str, str]]) -> str:
+def _samples(samples: Sequence[Sample]) -> str:
     intro = "Accepted drafts are underlined; one pass of the target gave an underlined run and the token behind it."
-    return "\n\n".join([intro, *(f"**{key}**\n\n<pre>{text}</pre>" for key, text in samples)])
+    return "\n\n".join([intro, *(f"**{s.key}**: {s.prompt}\n\n<pre>{s.answer}</pre>" for s in samples)])
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from drafttrain.types import Rollout
 
+PROMPT_CHARACTERS = 300
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -14,6 +16,24 @@ class Piece:
     text: str
     drafted: bool
     """True if the drafter guessed it and the target agreed."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """An answer to be shown."""
+
+    key: str
+    prompt: str
+    """The end of the prompt, on one line."""
+    answer: str
+    """HTML."""
+
+
+def sample(tokenizer, rollout: Rollout) -> Sample:
+    """The rollout as text. The prompt is decoded without special tokens and shortened from its front."""
+    prompt = " ".join(tokenizer.decode(rollout.ids[: rollout.prompt_len].tolist(), skip_special_tokens=True).split())
+    shown = prompt if len(prompt) <= PROMPT_CHARACTERS else "…" + prompt[-PROMPT_CHARACTERS:]
+    return Sample(rollout.key, html.escape(shown), marked(pieces(tokenizer, rollout)))
 
 
 def token_origins(rollout: Rollout) -> list[bool]:

@@ -28,7 +28,7 @@ from drafttrain.validation.config import ValidateConfig
 from drafttrain.validation.cost import Cost, Make, measure_cost
 from drafttrain.validation.curve import read_curve
 from drafttrain.validation.passes import Difference, Pass, check_counts, differences, logit_gap, run
-from drafttrain.validation.samples import marked, pieces
+from drafttrain.validation.samples import Sample, sample
 from drafttrain.validation.summary import compare_simulation, defined, draft_vocabulary, summarize
 
 WARM_UP_TOKENS = 8
@@ -86,7 +86,7 @@ def validate(
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     result = {"name": None, "commit": hardware.commit(), "versions": hardware.versions()} | facts | result
-    samples = [(r.key, marked(pieces(target.tokenizer, r))) for r in passes[0].rollouts[:SAMPLES]]
+    samples = [sample(target.tokenizer, r) for r in passes[0].rollouts[:SAMPLES]]
     _write(Path(folder), result, _token_rows(requests, plain, passes), samples, training_log)
     if found:
         raise UserError(_not_lossless(found, len(requests), folder))
@@ -162,7 +162,7 @@ def _token_rows(requests: list[Request], plain: Pass, passes: list[Pass]) -> lis
     return rows
 
 
-def _write(folder: Path, result: dict, rows: list[dict], samples: list[tuple[str, str]], training_log: Path | None) -> None:
+def _write(folder: Path, result: dict, rows: list[dict], samples: list[Sample], training_log: Path | None) -> None:
     """Write the report; validation.json goes first if an old one is there, and comes last."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "validation.json").unlink(missing_ok=True)

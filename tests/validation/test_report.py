@@ -6,6 +6,7 @@ import re
 import pytest
 
 from drafttrain.validation.report import render, table
+from drafttrain.validation.samples import Sample
 
 METHOD = {
     "tau": 1.4,
@@ -124,9 +125,9 @@ def test_without_a_cost_the_report_says_so(result):
 
 
 def test_figures_samples_and_provenance(result):
-    text = render(result, [("p1", "a <ins><b>b</b></ins>")], {"tau by method": "tau.png"})
+    text = render(result, [Sample("p1", "Why?", "a <ins><b>b</b></ins>")], {"tau by method": "tau.png"})
     assert "![tau by method](tau.png)" in text
-    assert "**p1**\n\n<pre>a <ins><b>b</b></ins></pre>" in text
+    assert "**p1**: Why?\n\n<pre>a <ins><b>b</b></ins></pre>" in text
     for fact in (
         "0123abc",
         "Some CPU, 2 cores, 2 threads; 151 GFLOP/s",

@@ -3,7 +3,7 @@
 import torch
 
 from drafttrain.types import Rollout
-from drafttrain.validation.samples import Piece, marked, pieces, token_origins
+from drafttrain.validation.samples import PROMPT_CHARACTERS, Piece, marked, pieces, sample, token_origins
 
 
 class Words:
@@ -12,7 +12,7 @@ class Words:
     def __init__(self, *texts: bytes):
         self.texts = texts
 
-    def decode(self, ids):
+    def decode(self, ids, skip_special_tokens=False):
         return b"".join(self.texts[i] for i in ids).decode("utf-8", errors="replace")
 
 
@@ -39,6 +39,13 @@ def test_a_character_split_across_a_cut_is_whole():
     tokenizer = Words(b"a", snow[:1], snow[1:], b"!")
     found = pieces(tokenizer, rollout(range(4), [1, 0]))
     assert "".join(p.text for p in found) == "a☃!"
+
+
+def test_a_sample_shows_the_end_of_a_long_prompt_on_one_line():
+    tokenizer = Words(b"I", b" am", b"x" * 400 + b"\n<why>?")
+    shown = sample(tokenizer, Rollout("k", torch.tensor([2, 0, 1]), 1, [0], 0, True, torch.tensor([])))
+    assert shown.prompt == "…" + "x" * (PROMPT_CHARACTERS - 7) + " &lt;why&gt;?"
+    assert shown.answer == "I am"
 
 
 def test_markup_is_escaped():
