@@ -55,19 +55,27 @@ def name_warning(repo_id: str) -> str | None:
     """
     name = repo_id.lower()
     if "eagle-" in name:
-        return f"The name {repo_id} contains 'eagle-', which vLLM takes for EAGLE-1 unless it is told \"method\": \"eagle3\"."
+        return f'The name {repo_id} contains \'eagle-\', which vLLM takes for EAGLE-1 unless it is told "method": "eagle3".'
     if "eagle3" not in name:
-        return f"The name {repo_id} does not contain 'eagle3', so vLLM cannot guess the method: always pass \"method\": \"eagle3\"."
+        return f'The name {repo_id} does not contain \'eagle3\', so vLLM cannot guess the method: always pass "method": "eagle3".'
     return None
 
 
 def explain(error: BaseException, doing: str, endpoint: str) -> UserError:
     """One sentence for an exception of the Hub's client library: what failed, and the way out."""
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
 
     cause = _http_cause(error)
     if isinstance(cause, GatedRepoError):
-        return UserError(f"{doing} failed: the repository is gated. Ask for access on its page, then log in with `hf auth login`.")
+        return UserError(
+            f"{doing} failed: the repository is gated. Ask for access on its page, then log in with `hf auth login`."
+        )
     if isinstance(cause, HfHubHTTPError) and cause.response is not None:
         status = cause.response.status_code
         if status == 401 and "Invalid credentials" in (cause.response.headers.get("X-Error-Message") or ""):
@@ -92,7 +100,9 @@ def explain(error: BaseException, doing: str, endpoint: str) -> UserError:
     if isinstance(error, HFValidationError):
         return UserError(f"{doing} failed: {str(error).splitlines()[0]}")
     if _network_error(error):
-        return UserError(f"{doing} failed: {endpoint} cannot be reached ({type(error).__name__}). Check the network and push again.")
+        return UserError(
+            f"{doing} failed: {endpoint} cannot be reached ({type(error).__name__}). Check the network and push again."
+        )
     first = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return UserError(f"{doing} failed: {type(error).__name__}: {first}. The local folder is untouched; push again.")
 

@@ -70,6 +70,8 @@ def _refuse(status: int, code: str | None = None, message: str | None = None) ->
 class _Handler(BaseHTTPRequestHandler):
     hub: HubStandin
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = -1
 
     def log_message(self, *_) -> None:
         pass
@@ -230,7 +232,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return _refuse(400, message=f"unknown operation {row['key']}")
         repo.files, repo.large = files, large
         repo.commits.append(hashlib.sha1(repo.commits[-1].encode() + self.body).hexdigest())
-        return _Answer(200, {"commitUrl": f"{self.hub.endpoint}/{repo_id}/commit/{repo.commits[-1]}", "commitOid": repo.commits[-1]})
+        return _Answer(
+            200, {"commitUrl": f"{self.hub.endpoint}/{repo_id}/commit/{repo.commits[-1]}", "commitOid": repo.commits[-1]}
+        )
 
     # load
 

@@ -1,0 +1,175 @@
+"""The model card (README.md) of an export: what it is, what was measured, how to serve it.
+
+Everything comes from two files: `drafttrain.json` in the folder (what was exported) and, where the drafter has been validated,
+the report's `validation.json`. A number that was not measured is not in the card. Writing it again after `validate` brings
+the numbers in.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from drafttrain.errors import UserError
+from drafttrain.files import read_json, write_atomic, write_json_atomic
+
+MADE_FILE = "drafttrain.json"
+MEASURED = (
+    "tau", "simulated_tau", "lossless", "prompts", "tokens", "rounds", "acceptance_by_depth", "reach_by_depth",
+    "tokens_per_second", "baseline_tokens_per_second", "lookup_tau", "untrained_tau", "hardware", "commit",
+)  # fmt: skip
+"""What is taken over from a report."""
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def write_card(folder: str | Path, report: dict | None) -> None:
+    """Write README.md into an exported folder, and the measured numbers into its drafttrain.json.
+
+    Without a report, numbers that are there already stay. Raises UserError if the folder is no export.
+    """
+    folder = Path(folder)
+    made = read_json(folder / MADE_FILE, "the export")
+    if report is not None:
+        made["measured"] = {name: report[name] for name in MEASURED if name in report}
+        write_json_atomic(folder / MADE_FILE, made)
+    write_atomic(folder / "README.md", card_text(made, made["measured"]))
+
+
+def card_text(made: dict[str, Any], report: dict | None) -> str:
+    """The card as text. `made` is drafttrain.json; `report` is validation.json or the part of it that is kept there, None if the
+    drafter was never validated."""
+    parts = [_front_matter(made), _what(made), _measured(report), _serving(made, report), _training(made), _files(made)]
+    return "\n".join(part for part in parts if part)
+
+
+def base_model(identity: dict[str, Any], named: str | None) -> str | None:
+    """Hub id of the target: as the recipe names it, else target.path if that is one."""
+    path = identity["path"]
+    return named or (path if HUB_ID.fullmatch(path) and not path.endswith(".gguf") and not Path(path).exists() else None)
+
+
+def _front_matter(made: dict) -> str:
+    lines = ["---"]
+    if made["base_model"]:
+        lines += ["base_model:", f"- {made['base_model']}"]
+    if made["license"]:
+        lines += [f"license: {made['license']}"]
+    tags = ["eagle3", "speculative-decoding", "drafter", "vllm", "sglang"]
+    return "\n".join(
+        [*lines, "library_name: drafttrain", "pipeline_tag: text-generation", "tags:", *[f"- {tag}" for tag in tags], "---", ""]
+    )
+
+
+def _what(made: dict) -> str:
+    identity, facts = made["identity"], made["config"]
+    taps = ", ".join(map(str, facts["taps"]))
+    full = facts["draft_vocab"] == facts["vocab"]
+    words = "every token" if full else f"{facts['draft_vocab']:,} of the target's {facts['vocab']:,} tokens"
+    return f"""# EAGLE-3 drafter for {made["base_model"] or identity["path"]}
+
+A drafter for speculative decoding: it proposes several tokens, the target checks them in one pass, and only what the target
+itself would have said is kept. One decoder layer reads the target's hidden states after layers {taps} (counted from 0) and says
+{words}. It is of use only with this target (revision `{identity["revision"]}`) and its tokenizer.
+"""
+
+
+def _measured(report: dict | None) -> str:
+    if report is None:
+        return "## Measured\n\nNot validated yet: no acceptance length was measured.\n"
+    tau, drafts = report["tau"], len(report["acceptance_by_depth"])
+    rows = [
+        ("Acceptance length (tau = 1 + accepted drafts per round)", _number(tau)),
+        ("Drafts per round", drafts),
+        ("Accepted at each depth, of the rounds that reached it", _list(report["acceptance_by_depth"])),
+        ("Accepted at each depth, of all rounds", _list(report["reach_by_depth"])),
+        ("Output equal to plain decoding, token for token", "yes" if report["lossless"] else "**NO**"),
+        ("Held-out prompts / tokens / rounds", f"{report['prompts']} / {report['tokens']:,} / {report['rounds']:,}"),
+        ("Acceptance length predicted by the training forward", _number(report.get("simulated_tau"))),
+        (
+            "Tokens per second, this drafter / plain decoding",
+            _pair(report.get("tokens_per_second"), report.get("baseline_tokens_per_second")),
+        ),
+        (
+            "Acceptance length of prompt lookup / of the untrained drafter",
+            _pair(report.get("lookup_tau"), report.get("untrained_tau")),
+        ),
+        ("Measured on", _hardware(report.get("hardware"))),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
+    note = "Greedy decoding in drafttrain's reference engine; speed there is no forecast of a serving engine's."
+    return f"## Measured\n\n| | |\n|---|---|\n{table}\n\n{note}\n"
+
+
+def _serving(made: dict, report: dict | None) -> str:
+    target, here = made["base_model"] or "PATH/TO/TARGET", made["repository"] or "PATH/TO/THIS/FOLDER"
+    drafts = len(report["acceptance_by_depth"]) if report else 3
+    return f"""## Serve
+
+vLLM (0.26 and later; say the method, or it is guessed from the path):
+
+```bash
+vllm serve {target} \\
+  --speculative-config '{{"method": "eagle3", "model": "{here}", "num_speculative_tokens": {drafts}}}'
+```
+
+SGLang:
+
+```bash
+python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
+  --speculative-draft-model-path {here} --speculative-num-steps {drafts} --speculative-eagle-topk 1 \\
+  --speculative-num-draft-tokens {drafts + 1}
+```
+"""
+
+
+def _training(made: dict) -> str:
+    facts = {"Target": made["identity"]["path"], "Template arguments": made["identity"]["template_arguments"]} | made["facts"]
+    rows = [
+        f"- {name.replace('_', ' ')}: {value}" for name, value in facts.items() if isinstance(value, str | int | float | bool)
+    ]
+    return (
+        "## Trained\n\nWith drafttrain, on chats answered by the target itself, to give the target's own next-token distribution "
+        "at every depth of the draft.\n\n" + "\n".join(rows) + "\n"
+    )
+
+
+def _files(made: dict) -> str:
+    weights, check, dtype = made["weights"], made["check"], made["dtype"]
+    return (
+        f"## Checked\n\n`{weights['file']}` (sha256 `{weights['sha256']}`, {weights['bytes']:,} bytes, {dtype}) was read "
+        f"back from disk through `config.json` alone. Its logits differ by at most {check['against_cast']:.1e} from those of the "
+        f"trained drafter rounded to {dtype}, and by {check['against_trained']:.1e} from those of the drafter as trained; the "
+        f"largest logit is {check['largest_logit']:.2f}.\n"
+    )
+
+
+def _number(value: float | None) -> str | None:
+    return None if value is None else f"{value:.3f}"
+
+
+def _pair(first: float | None, second: float | None) -> str | None:
+    if first is None and second is None:
+        return None
+    return " / ".join("not measured" if value is None else f"{value:.2f}" for value in (first, second))
+
+
+def _list(values: list[float | None]) -> str:
+    return ", ".join("never reached" if value is None else f"{value:.3f}" for value in values)
+
+
+def _hardware(hardware: dict | None) -> str | None:
+    if not hardware:
+        return None
+    chip = hardware.get("gpu") or f"{hardware.get('cpu', 'a CPU')}, {hardware.get('threads', '?')} threads"
+    return f"{chip}, torch {hardware['torch']}" if "torch" in hardware else chip
+
+
+def report_of(folder: str | Path) -> dict | None:
+    """The report's validation.json, or None if there is none yet. Raises UserError if it is damaged or lacks a number."""
+    path = Path(folder) / "validation.json"
+    if not path.exists():
+        return None
+    report = read_json(path, "the report")
+    missing = {"tau", "lossless", "prompts", "tokens", "rounds", "acceptance_by_depth", "reach_by_depth"} - report.keys()
+    if missing:
+        raise UserError(f"{path} lacks {', '.join(sorted(missing))}; run `drafttrain validate` again.")
+    return report

