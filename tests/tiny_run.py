@@ -1,5 +1,6 @@
 """Builds the data folder of a tiny run: random ragged chats of the tiny target, in real token stores."""
 
+import csv
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import torch
 
 from drafttrain.data.shards import Chat, write_shard
 from drafttrain.data.store import Manifest, TokenStore
+from drafttrain.data.stream import DataConfig
+from drafttrain.tasks.checkpoint_config import CheckpointConfig
+from drafttrain.tasks.optimizer import OptimizerConfig
 from drafttrain.types import Features, Sequences
 
 
@@ -53,3 +57,52 @@ def write_store(folder: Path, chats: Sequence[Chat], identity, taps: Sequence[in
         identity, None if taps is None else list(taps), None if taps is None else "bfloat16", rows, 2, tokens, supervised, {}
     ).write(folder)
     return TokenStore.open(folder)
+
+
+def make_run(folder: Path, target, features: Sequence[int] | None = None, count: int = 23) -> Path:
+    """A run folder as data_prep leaves it. `features`: layers whose outputs are kept."""
+    chats = ragged_chats(count, target.vocab)
+    train_chats = chats if features is None else with_features(target, chats, tuple(features))
+    write_store(folder / "data" / "train", train_chats, target.identity, features)
+    write_store(folder / "data" / "held_out", ragged_chats(4, target.vocab, seed=1, longest=16), target.identity)
+    return folder
+
+
+def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Path:
+    """Calls `train` with tiny sections. `changes`: section name -> values that replace some of its fields."""
+    from drafttrain.drafters.eagle3 import Eagle3
+    from drafttrain.losses import SoftCrossEntropy
+    from drafttrain.target.config import TargetConfig
+    from drafttrain.tasks.train import train
+    from drafttrain.topology import Topology
+
+    given = {
+        "target": {"path": str(target_folder)},
+        "drafter": {"taps": [0, 2, 3], "depth": 3, "draft_vocab": 200},
+        "objective": {},
+        "data": {"length": 48, "seed": 7},
+        "optimizer": {"lr": 1e-3, "warmup_steps": 2},
+        "checkpoint": {"every": 1000, "tau_every": 1000, "tau_prompts": 0},
+        "trainer": {"max_steps": 4, "log_every_n_steps": 1},
+    }
+    sections = {name: values | changes.get(name, {}) for name, values in given.items()}
+    return train(
+        run_folder=run_folder,
+        target=TargetConfig(**sections["target"]),
+        drafter=Eagle3(**sections["drafter"]),
+        objective=SoftCrossEntropy(**sections["objective"]),
+        data=DataConfig(**sections["data"]),
+        optimizer=OptimizerConfig(**sections["optimizer"]),
+        checkpoint=CheckpointConfig(**sections["checkpoint"]),
+        trainer=sections["trainer"],
+        topology=Topology() if topology is None else topology,
+    )
+
+
+def logged(run_folder: Path, name: str = "train/loss") -> dict[int, float]:
+    """Step -> value, over all starts of a run; a later start's value wins."""
+    found = {}
+    for file in sorted((run_folder / "logs").glob("version_*/metrics.csv")):
+        with open(file) as stream:
+            found |= {int(row["step"]): float(row[name]) for row in csv.DictReader(stream) if row.get(name)}
+    return found

@@ -206,7 +206,7 @@ def plan_arithmetic(chats: Chats, share: Share, length: int, max_steps: int, pad
     window, filled = share.window_rows * length, 1 - padding
     seen = max_steps * window * filled
     lines = [
-        f"tokens/step: {share.world} processes x {share.accumulate} accumulations x {share.rows} rows x {length} tokens = {window:,}"
+        f"tokens/step: {share.world} process{'' if share.world == 1 else 'es'} x {share.accumulate} accumulations x {share.rows} rows x {length} tokens = {window:,}"
         f" (of which about {padding:.1%} padding)",
         f"{max_steps:,} steps see about {seen:,.0f} tokens = {seen / chats.tokens:.2f} epochs of {len(chats):,} chats, {chats.tokens:,} tokens",
     ]

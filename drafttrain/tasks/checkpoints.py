@@ -1,0 +1,107 @@
+"""The resume state on disk: either whole or not there.
+
+    checkpoints/last/step_00000400/          what `train` continues from
+        state                                Lightning's checkpoint: a file, or DeepSpeed's folder
+        train.json                           where the run stood, and the parts of the recipe that must not change
+    checkpoints/last/writing_00000600/       being written; renamed when whole, removed at the next save otherwise
+
+An older step is deleted only behind the rename of a newer one, so a process killed at any moment leaves one that loads.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from drafttrain.errors import UserError
+from drafttrain.files import read_json
+from drafttrain.tasks.distill import Position
+
+STATE, FACTS = "state", "train.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A resume state found on disk."""
+
+    folder: Path
+    position: Position
+    recipe: dict[str, Any]
+    """What decides the run, as `recipe_facts` in train.py gives it."""
+    share: dict[str, int]
+    """World, accumulate and rows it was made with."""
+
+    @property
+    def state(self) -> Path:
+        return self.folder / STATE
+
+
+def find_last(checkpoints: Path) -> Saved | None:
+    """The newest whole resume state, or None. UserError if its facts are damaged."""
+    steps = sorted((checkpoints / "last").glob("step_*"))
+    if not steps:
+        return None
+    facts = read_json(steps[-1] / FACTS, "the checkpoint")
+    return Saved(steps[-1], Position(**facts["position"]), facts["recipe"], facts["share"])
+
+
+def save_state(trainer, checkpoints: Path, position: Position, recipe: dict[str, Any], share: dict[str, int]) -> None:
+    """Saves the resume state. Called on every rank, behind the optimizer step that `position` counts."""
+    last = checkpoints / "last"
+    writing, final = last / f"writing_{position.step:08d}", last / f"step_{position.step:08d}"
+    if trainer.is_global_zero:
+        for leftover in last.glob("writing_*"):
+            shutil.rmtree(leftover)
+        writing.mkdir(parents=True)
+    trainer.strategy.barrier("checkpoint folder")
+    trainer.save_checkpoint(writing / STATE)
+    if trainer.is_global_zero:
+        facts = {"position": asdict(position), "recipe": recipe, "share": share}
+        (writing / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+        _publish(writing, final)
+    trainer.strategy.barrier("checkpoint renamed")
+
+
+def _publish(writing: Path, final: Path) -> None:
+    """Makes a whole folder the newest state, and deletes the older ones."""
+    for path in [*writing.rglob("*"), writing]:
+        _sync(path)
+    if final.exists():  # a run went back to an older state and came here again
+        shutil.rmtree(final)
+    os.rename(writing, final)
+    _sync(final.parent)
+    for older in final.parent.glob("step_*"):
+        if older != final:
+            shutil.rmtree(older)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
+    """Every leaf in which two recipes differ, as `drafter.depth: 5 before, 7 now`."""
+    found = []
+    for key in sorted(before.keys() | now.keys()):
+        a, b, name = before.get(key), now.get(key), prefix + key
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += differences(a, b, name + ".")
+        elif a != b:
+            found.append(f"{name}: {a} before, {b} now")
+    return found
+
+
+def require_same_recipe(saved: Saved, recipe: dict[str, Any]) -> None:
+    """UserError that names each part of the recipe in which a run cannot go on from its checkpoint."""
+    changed = differences(saved.recipe, json.loads(json.dumps(recipe)))
+    if changed:
+        raise UserError(
+            f"{saved.folder} was made with another recipe ({'; '.join(changed)}), so this run cannot go on from it; "
+            f"undo the change, give the run another `name`, or delete {saved.folder.parent.parent} to begin anew."
+        )

@@ -1,0 +1,120 @@
+"""What happens at the end of an optimizer step, in this order: count, log, measure tau, save, stop.
+
+One callback rather than five, because the order matters: nothing is saved before the loss was seen to be finite, the step that ends
+a run is measured before it is saved, and a stop that the ranks agreed on at the beginning of the window is obeyed behind its save.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+
+from drafttrain.data.stream import MicroBatch
+from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.save import save_drafter
+from drafttrain.files import explain_full_disk
+from drafttrain.tasks.checkpoint_config import CheckpointConfig
+from drafttrain.tasks.checkpoints import save_state
+from drafttrain.tasks.distill import DistillTask
+from drafttrain.tasks.held_out import HeldOut, measure
+from drafttrain.tasks.progress import Reporter
+from drafttrain.tasks.weights import whole_net
+from drafttrain.types import Request
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's checkpoints need to know about it."""
+
+    checkpoints: Path
+    config: CheckpointConfig
+    drafter: DrafterConfig
+    build: Callable[[], DrafterNet]
+    """Makes a fresh net of the run's shape."""
+    held_out: list[Request]
+    recipe: dict[str, Any]
+    """The parts of the recipe that must not change when the run is resumed."""
+
+
+class Conductor(pl.Callback):
+    """Counts, logs, measures, saves and stops, at the end of optimizer steps."""
+
+    def __init__(self, run: Run, reporter: Reporter):
+        self.run, self.reporter = run, reporter
+
+    def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
+        assert isinstance(task, DistillTask)
+        task.meter.start()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, task: pl.LightningModule, outputs, batch: MicroBatch, batch_idx: int
+    ) -> None:
+        assert isinstance(task, DistillTask)
+        if not batch.last:
+            return
+        stopped = task.close_window()["stop"] > 0
+        step, config = task.position.step, self.run.config
+        self.reporter.step(step)
+        ended = step >= trainer.max_steps
+        measuring = bool(self.run.held_out) and (ended or (step % config.tau_every == 0 and not stopped))
+        saving = ended or stopped or step % config.every == 0
+        logging = ended or stopped or step % trainer.log_every_n_steps == 0
+        if logging or measuring or saving:
+            task.check_finite()
+        if logging:
+            self._log(trainer, task)
+        began = time.monotonic()
+        if measuring:
+            self._measure(trainer, task)
+        if saving:
+            self._save(trainer, task, ended)
+        task.meter.skip_time(time.monotonic() - began)
+        if stopped:
+            self.reporter.say(f"stopped at step {step} of {trainer.max_steps}; the same command goes on from there")
+            trainer.should_stop = True
+
+    def _log(self, trainer: pl.Trainer, task: DistillTask) -> None:
+        step = task.position.step
+        means = task.meter.read() | {"lr": task.lr(step - 1), "tokens_seen": float(task.position.tokens)}
+        names = {name: name if name in ("lr", "tokens_per_second", "tokens_seen") else f"train/{name}" for name in means}
+        _to_loggers(trainer, {names[name]: value for name, value in means.items()}, step)
+        self.reporter.metrics(step, means)
+
+    def _measure(self, trainer: pl.Trainer, task: DistillTask) -> None:
+        """tau on the held-out prompts; the drafter is kept as checkpoints/best if none was better."""
+        net = whole_net(trainer, task.net, self.run.build)
+        found = measure(task.target, net, self.run.held_out, self.run.config, trainer.global_rank, trainer.world_size)
+        _to_loggers(trainer, found.metrics(), task.position.step)
+        best = task.position.best_tau is None or found.tau > task.position.best_tau
+        depths = " ".join(f"{value:.2f}" for value in found.acceptance_by_depth)
+        self.reporter.say(
+            f"step {task.position.step}: held-out tau {found.tau:.3f}, acceptance {depths}{', the best so far' if best else ''}"
+        )
+        if best:
+            task.position.best_tau = found.tau
+            self._save_drafter(trainer, task, net, "best", found)
+
+    def _save(self, trainer: pl.Trainer, task: DistillTask, ended: bool) -> None:
+        net = whole_net(trainer, task.net, self.run.build)
+        share = {"world": task.share.world, "accumulate": task.share.accumulate, "rows": task.share.rows}
+        with explain_full_disk(self.run.checkpoints, "the checkpoint before this one is whole and kept."):
+            save_state(trainer, self.run.checkpoints, task.position, self.run.recipe, share)
+        self._save_drafter(trainer, task, net, "last_drafter", None)
+        if ended and not self.run.held_out:
+            self._save_drafter(trainer, task, net, "best", None)
+
+    def _save_drafter(self, trainer: pl.Trainer, task: DistillTask, net: DrafterNet, name: str, found: HeldOut | None) -> None:
+        if trainer.is_global_zero:
+            facts = {"position": asdict(task.position), "held_out": None if found is None else asdict(found)}
+            with explain_full_disk(self.run.checkpoints, "the drafter before this one is whole and kept."):
+                save_drafter(self.run.checkpoints / name, net, self.run.drafter, task.target.identity, facts)
+        trainer.strategy.barrier(f"checkpoints/{name}")
+
+
+def _to_loggers(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
+    for logger in trainer.loggers:  # on ranks other than 0 they do nothing
+        logger.log_metrics(metrics, step)
+        logger.save()

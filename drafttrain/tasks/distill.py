@@ -1,0 +1,170 @@
+"""Supervised distillation of any drafter: the one LightningModule that trains from stored chats.
+
+    features = what the target computed while reading the rows (online), or kept on disk (stored)
+    drafted  = net.rows(sequences, features, layout)                       the drafter's side
+    terms    = objective.terms(drafted, student, teacher)                  sums, each with a coefficient
+    loss     = sum_terms coefficient * sum * world * accumulate / count of the whole window over all ranks
+
+Lightning and DeepSpeed divide by the accumulation and average over ranks; the two factors undo that, so the gradient of a window is
+that of sum_terms coefficient * (sum over the window) / (count over the window), however the window is shared out.
+
+Shapes: B rows, T tokens, N scored elements, H drafter width, M teacher rows, D target width, V draft vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+
+from drafttrain.data.stream import MicroBatch, Share
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.errors import UserError
+from drafttrain.losses import Objective
+from drafttrain.target.target import Target
+from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer
+from drafttrain.tasks.stop import StopSignal
+from drafttrain.tasks.window import Meter, Window, all_reduce
+from drafttrain.types import Features
+
+
+@dataclass
+class Position:
+    """Where a run stands. Saved with every checkpoint; what a loader read ahead does not count."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    rows: int = 0
+    """Packed rows trained, over all ranks."""
+    tokens: int = 0
+    """Tokens trained, padding excluded."""
+    best_tau: float | None = None
+    """Highest tau measured on held-out prompts."""
+
+
+class DistillTask(pl.LightningModule):
+    """Trains `net` to say what `target` says.
+
+    The target is kept in a tuple, out of sight of `nn.Module`: DDP and DeepSpeed would otherwise broadcast, cast and save it.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        net: DrafterNet,
+        objective: Objective,
+        optimizer: OptimizerConfig,
+        share: Share,
+        seed: int,
+        position: Position,
+        stop: StopSignal,
+    ):
+        super().__init__()
+        self._frozen = (target,)
+        self.net, self.objective, self.optimizer_config = net, objective, optimizer
+        self.share, self.seed, self.position, self.stop = share, seed, position, stop
+        self.depth: int = net.needs.depth
+        self.terms = tuple(objective.coefficients(self.depth))
+        self.meter = Meter()
+        self.window: Window | None = None
+        self._first_bad: Tensor | None = None
+        # DeepSpeed's checkpoints leave frozen weights out (exclude_frozen_parameters); without any, nothing may be missing.
+        self.strict_loading = all(weight.requires_grad for weight in net.parameters())
+
+    @property
+    def target(self) -> Target:
+        return self._frozen[0]
+
+    def training_step(self, batch: MicroBatch, batch_idx: int) -> Tensor:
+        """Loss of one micro-batch, scaled so that the window's gradient is right after the trainer's own divisions."""
+        if batch.window is not None:
+            self._open_window(batch.window)
+        assert self.window is not None, "a window begins with the micro-batch that carries its counts"
+        drafted = self.net.rows(batch.sequences, self._features(batch), batch.layout)
+        terms, metrics = self.objective.terms(drafted, self.net.logits, self._teacher, self.depth)
+        parts = [term.coefficient * term.sum / self.window.divisor(name) for name, term in terms.items()]
+        loss = torch.stack(parts).sum()
+        self._watch(loss.detach())
+        self.meter.add({"loss": loss} | {f"loss_{name}": term.sum for name, term in terms.items()} | metrics)
+        return loss * (self.share.world * self.share.accumulate)
+
+    def close_window(self) -> dict[str, float]:
+        """Counts a finished optimizer step. Returns the window's totals over all ranks. UserError if it had nothing to learn."""
+        assert self.window is not None
+        totals = self.window.totals()
+        if not any(totals[name] for name in self.terms):
+            raise UserError(
+                f"Step {self.position.step + 1} had no supervised tokens to learn from ({totals['tokens']:.0f} tokens, {totals['dropped']:.0f} labels "
+                "outside the draft vocabulary); raise drafter.init_args.draft_vocab, data.length or trainer.accumulate_grad_batches."
+            )
+        self.position.step += 1
+        self.position.rows += self.share.window_rows
+        self.position.tokens += int(totals["tokens"])
+        self.meter.close_window(totals)
+        return totals
+
+    def check_finite(self) -> None:
+        """UserError naming the first step whose loss was not finite on any rank. Waits for the device; the same on every rank."""
+        assert self._first_bad is not None
+        first = int(all_reduce(self._first_bad.clone(), torch.distributed.ReduceOp.MIN))
+        if first < 2**31:
+            raise UserError(
+                f"The loss was not finite at step {first}, so training stopped and the last checkpoint, made before it, is kept; "
+                "lower optimizer.lr, raise optimizer.warmup_steps or set trainer.gradient_clip_val to 0.5, and start again."
+            )
+
+    def lr(self, step: int) -> float:
+        """Learning rate of a step (0, 1, ...)."""
+        return self.optimizer_config.lr * self.optimizer_config.lr_fraction(step, self.trainer.max_steps)
+
+    def configure_optimizers(self):
+        config, max_steps = self.optimizer_config, self.trainer.max_steps
+        optimizer = make_optimizer(config, self.net, fused=self._may_fuse())
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_fraction(step, max_steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def transfer_batch_to_device(self, batch: MicroBatch, device: torch.device, dataloader_idx: int) -> MicroBatch:
+        return batch.to(device)
+
+    def on_load_checkpoint(self, checkpoint: dict) -> None:
+        """Lightning counts micro-batches to know where a window ends; say it in windows of *this* run's accumulation."""
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        done = self.position.step * self.share.accumulate
+        for counter in (progress["total"], progress["current"]):
+            counter.update(ready=done, started=done, processed=done, completed=done - 1)
+
+    def _open_window(self, local: dict[str, float]) -> None:
+        """The window's all-reduce, and its random stream: a function of (seed, step, rank), so there is no state to save."""
+        self.window = Window(self.terms, local, self.stop.requested, self.device)
+        stream = np.random.SeedSequence([self.seed, self.position.step, self.share.rank])
+        torch.manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))
+
+    def _features(self, batch: MicroBatch) -> Features:
+        """As stored, or as the target computes them; the net casts what it reads to its own type."""
+        if batch.features is not None:
+            return batch.features
+        with torch.no_grad(), self._plain():
+            return self.target.read_packed(batch.sequences, self.net.needs.taps)
+
+    def _teacher(self, final_MD: Tensor) -> Tensor:
+        """The target's logits over the draft vocabulary, computed as the target computes them."""
+        vocabulary = self.net.vocabulary
+        ids = None if vocabulary.is_full else vocabulary.ids.to(final_MD.device)
+        with torch.no_grad(), self._plain():
+            return self.target.logits(final_MD.to(self.target.dtype), ids)
+
+    def _plain(self):
+        """The frozen target computes in the type it was loaded in, whatever trainer.precision says of the drafter."""
+        return torch.autocast(self.device.type, enabled=False)
+
+    def _watch(self, loss: Tensor) -> None:
+        """Remembers the first step with a loss that is not finite, without waiting for it."""
+        if self._first_bad is None:
+            self._first_bad = torch.full((), 2**31, dtype=torch.int64, device=loss.device)
+        bad = torch.where(torch.isfinite(loss), 2**31, self.position.step + 1)
+        self._first_bad = torch.minimum(self._first_bad, bad)
+
+    def _may_fuse(self) -> bool:
+        """Lightning refuses to clip the gradients of a fused optimizer under mixed precision."""
+        return not (self.trainer.gradient_clip_val and "mixed" in str(self.trainer.precision))

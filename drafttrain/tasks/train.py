@@ -1,0 +1,276 @@
+"""The training stage: from a run's token store and a recipe's sections to a drafter in the run's folder.
+
+    best = train(
+        run_folder=Path("runs/x"),                    # holds data/train and data/held_out, made by data_prep
+        target=TargetConfig(...), drafter=Eagle3(...), objective=SoftCrossEntropy(...),
+        data=DataConfig(...), optimizer=OptimizerConfig(...), checkpoint=CheckpointConfig(...),
+        trainer={"max_steps": 500, ...},              # arguments of lightning.pytorch.Trainer, classes already built
+        topology=Topology(...),                       # world, local, nodes, rank, accelerator, device
+    )
+
+It is called in every process that torchrun started. It continues from `checkpoints/last` if there is one, and returns
+`checkpoints/best` when all steps are done, or when a stop signal was obeyed (then that folder may not exist yet).
+"""
+
+import dataclasses
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import CSVLogger
+
+from drafttrain import vocab
+from drafttrain.data.packing import RowPlan, read_chats
+from drafttrain.data.store import COMPARED, TokenStore
+from drafttrain.data.stream import DataConfig, Share, WindowStream, make_loader, plan_arithmetic
+from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.errors import UserError
+from drafttrain.files import require_space
+from drafttrain.losses import Objective
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
+from drafttrain.target.target import Target
+from drafttrain.tasks.checkpoint_config import CheckpointConfig
+from drafttrain.tasks.checkpoints import Saved, find_last, require_same_recipe
+from drafttrain.tasks.conductor import Conductor, Run
+from drafttrain.tasks.distill import DistillTask, Position
+from drafttrain.tasks.optimizer import OptimizerConfig
+from drafttrain.tasks.progress import Reporter
+from drafttrain.tasks.stop import StopSignal, take_over_signals
+from drafttrain.tasks.weights import uses_deepspeed
+from drafttrain.types import Request
+from drafttrain.vocab import DraftVocabulary
+
+OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+"""Trainer arguments that this stage decides: steps end a run, and saving and showing are its own."""
+
+
+class Processes(Protocol):
+    """What is asked of a topology."""
+
+    @property
+    def world(self) -> int: ...
+    @property
+    def local(self) -> int: ...
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def accelerator(self) -> str: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The recipe's sections that training reads."""
+
+    target: TargetConfig
+    drafter: DrafterConfig
+    objective: Objective
+    data: DataConfig
+    optimizer: OptimizerConfig
+    checkpoint: CheckpointConfig
+    trainer: dict[str, Any]
+
+    @property
+    def max_steps(self) -> int:
+        return self.trainer["max_steps"]
+
+
+def train(
+    *,
+    run_folder: Path,
+    target: TargetConfig,
+    drafter: DrafterConfig,
+    objective: Objective,
+    data: DataConfig,
+    optimizer: OptimizerConfig,
+    checkpoint: CheckpointConfig,
+    trainer: dict[str, Any],
+    topology: Processes,
+) -> Path:
+    """Trains until `trainer.max_steps` or a stop signal; see the top of this file. UserError for everything a user can mend."""
+    sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer)
+    _check_trainer(trainer)
+    say = print if topology.rank == 0 else _say_nothing
+    checkpoints = Path(run_folder) / "checkpoints"
+    store = TokenStore.open(Path(run_folder) / "data" / "train")
+    recipe = recipe_facts(sections, store)
+    saved = find_last(checkpoints)
+    if saved is not None:
+        require_same_recipe(saved, recipe)
+        if saved.position.step >= sections.max_steps:
+            say(
+                f"{checkpoints}/ is finished: {saved.position.step} of {sections.max_steps} steps; raise trainer.max_steps to go on."
+            )
+            return checkpoints / "best"
+    with StopSignal() as stop:
+        model = load_target(target, device=topology.device)
+        build = _builder(drafter, model, store, data.seed, say)
+        net = build()
+        store.require(model.identity, net.needs.taps if data.features == "stored" else None)
+        share = Share(topology.rank, topology.world, trainer.get("accumulate_grad_batches", 1), data.rows)
+        position = Position() if saved is None else saved.position
+        stream = _stream(sections, store, share, model, net, position, say)
+        if saved is not None:
+            _say_resumed(saved, share, sections.max_steps, say)
+        size = sum(weight.numel() for weight in net.parameters())
+        require_space(checkpoints, 4 * size * 8, "training (two resume states and two drafters)")
+        held_out = _held_out(Path(run_folder), model, checkpoint)
+        run = Run(checkpoints, checkpoint, drafter, build, held_out, recipe)
+        task = DistillTask(model, net, objective, optimizer, share, data.seed, position, stop)
+        _fit(task, stream, run, sections, topology, Path(run_folder), saved)
+    return checkpoints / "best"
+
+
+def recipe_facts(sections: Sections, store: TokenStore) -> dict[str, Any]:
+    """What decides the numbers of a run: it may not change between a checkpoint and what goes on from it."""
+    identity = store.manifest.identity
+    return {
+        "target": {name: getattr(identity, name) for name in COMPARED},
+        "drafter": {"class": type(sections.drafter).__name__, **dataclasses.asdict(sections.drafter)},
+        "objective": {"class": type(sections.objective).__name__, **dataclasses.asdict(sections.objective)},
+        "data": {"length": sections.data.length, "seed": sections.data.seed},
+        "optimizer": dataclasses.asdict(sections.optimizer),
+        "chats": {
+            "count": len(store),
+            "tokens": store.manifest.tokens,
+            "keys": hashlib.sha256("\n".join(store.keys).encode()).hexdigest()[:16],
+        },
+    }
+
+
+def _check_trainer(trainer: dict[str, Any]) -> None:
+    steps = trainer.get("max_steps")
+    if not isinstance(steps, int) or steps < 1:
+        raise UserError(f"trainer.max_steps is {steps}, but training ends by steps: set it to 1 or more.")
+    for key in OURS:
+        if key in trainer:
+            raise UserError(
+                f"trainer.{key} cannot be set: training ends by trainer.max_steps and does its own saving and showing; remove it."
+            )
+
+
+def _builder(
+    drafter: DrafterConfig, target: Target, store: TokenStore, seed: int, say: Callable[[str], None]
+) -> Callable[[], DrafterNet]:
+    """A function that makes the same fresh net each time, over the draft vocabulary of the store."""
+    store.require(target.identity)
+    supervised_V, other_V = store.counts()
+    size = getattr(drafter, "draft_vocab", None)  # drafters that share the target's head have no vocabulary of their own
+    vocabulary = vocab.choose(supervised_V, size, other_V, getattr(drafter, "least_coverage", 0.0))
+    say(_coverage(vocabulary, supervised_V))
+
+    def build() -> DrafterNet:
+        torch.manual_seed(seed)
+        return drafter.build(target, vocabulary)
+
+    return build
+
+
+def _coverage(vocabulary: DraftVocabulary, supervised_V: torch.Tensor) -> str:
+    if vocabulary.is_full:
+        return f"draft vocabulary: all {vocabulary.size:,} tokens of the target"
+    share = vocab.coverage(vocabulary, supervised_V)
+    return (
+        f"draft vocabulary: {len(vocabulary.ids):,} of {vocabulary.size:,} tokens, which are {share:.2%} of the training answers"
+    )
+
+
+def _stream(
+    sections: Sections,
+    store: TokenStore,
+    share: Share,
+    target: Target,
+    net: DrafterNet,
+    position: Position,
+    say: Callable[[str], None],
+) -> WindowStream:
+    """The run's micro-batches from its position on, with their arithmetic said."""
+    data = sections.data
+    chats = read_chats(store, min(data.length, target.max_positions))
+    plan = RowPlan(chats, data.length, data.seed)
+    padding = 1 - chats.tokens / (len(plan.epoch(0)) * data.length)
+    for line in plan_arithmetic(chats, share, data.length, sections.max_steps, padding):
+        say(line)
+    trained = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
+    frozen = sum(weight.numel() for weight in target.model.parameters())
+    say(f"parameters: {trained:,} trained, {frozen:,} frozen in the target")
+    counts = partial(sections.objective.counts, depth=net.needs.depth)
+    return WindowStream(store, plan, share, net.layout, counts, position.rows, data.features == "stored")
+
+
+def _say_resumed(saved: Saved, share: Share, max_steps: int, say: Callable[[str], None]) -> None:
+    say(
+        f"resuming from {saved.folder}: {saved.position.step} of {max_steps} steps, {saved.position.rows:,} rows, {saved.position.tokens:,} tokens"
+    )
+    before = saved.share["world"] * saved.share["accumulate"] * saved.share["rows"]
+    if before != share.window_rows:
+        say(f"note: an optimizer step had {before} rows before and has {share.window_rows} now")
+
+
+def _held_out(run_folder: Path, target: Target, config: CheckpointConfig) -> list[Request]:
+    """The held-out prompts that tau is measured on, those that the target has room for."""
+    if not config.tau_prompts:
+        return []
+    store = TokenStore.open(run_folder / "data" / "held_out")
+    store.require(target.identity)
+    room = target.max_positions - config.tau_tokens - config.drafts - 1
+    requests = [request for request in store.requests(config.tau_tokens) if len(request.ids) <= room]
+    if not requests:
+        raise UserError(
+            f"{store.folder}/ has no prompt that leaves room for {config.tau_tokens} tokens within the target's {target.max_positions} positions; "
+            "lower checkpoint.tau_tokens, or set checkpoint.tau_prompts to 0 to train without measuring tau."
+        )
+    return requests[: config.tau_prompts]
+
+
+def _fit(
+    task: DistillTask,
+    stream: WindowStream,
+    run: Run,
+    sections: Sections,
+    topology: Processes,
+    run_folder: Path,
+    saved: Saved | None,
+) -> None:
+    """Composes Lightning's Trainer and runs it."""
+    _quiet()
+    arguments = {
+        "accelerator": topology.accelerator, "devices": topology.local, "num_nodes": topology.nodes, "use_distributed_sampler": False,
+    } | sections.trainer | OURS  # fmt: skip
+    arguments.setdefault("logger", CSVLogger(run_folder / "logs", name=""))
+    reporter = Reporter(task.position.step, sections.max_steps, shown=topology.rank == 0)
+    extra = arguments.pop("callbacks", None) or []
+    trainer = pl.Trainer(**arguments, callbacks=[Conductor(run, reporter), *(extra if isinstance(extra, list) else [extra])])
+    take_over_signals(trainer)
+    if uses_deepspeed(trainer):  # its guess looks for a batch size in the loader, which has none
+        trainer.strategy.config.setdefault("train_micro_batch_size_per_gpu", sections.data.rows)
+    loader = make_loader(stream, sections.data.workers, pin=topology.accelerator == "gpu")
+    try:
+        trainer.fit(task, loader, ckpt_path=None if saved is None else str(saved.state), weights_only=True)
+    finally:
+        reporter.close()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _quiet() -> None:
+    """Lightning's banners and hints that do not apply to an endless stream with its own order."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+
+
+def _say_nothing(text: str) -> None:
+    pass

@@ -1,0 +1,50 @@
+"""The drafter's whole weights, wherever the strategy keeps them.
+
+DDP holds the whole net in every process. DeepSpeed may hold bf16 copies of weights whose fp32 masters live in its optimizer, cut over
+the ranks (ZeRO-1, -2), or hold no whole weight anywhere (ZeRO-3). What is saved and measured is the fp32 master.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.drafters.base import DrafterNet
+
+
+def uses_deepspeed(trainer) -> bool:
+    """Does the trainer's strategy keep the weights in a DeepSpeed engine?"""
+    return "DeepSpeed" in type(trainer.strategy).__name__
+
+
+def whole_net(trainer, net: DrafterNet, build: Callable[[], DrafterNet]) -> DrafterNet:
+    """The net to save or to measure with: itself, or under DeepSpeed a twin in fp32. Called on every rank.
+
+    `build()` makes a fresh net of the same shape; the random stream it draws from is put back.
+    """
+    if not uses_deepspeed(trainer):
+        return net
+    weights = _masters(net)
+    with torch.random.fork_rng(devices=[net_device(net)] if net_device(net).type == "cuda" else []):
+        twin = build()
+    twin.load_state_dict({name: weights.get(name, value) for name, value in twin.state_dict().items()})
+    return twin.to(net_device(net))
+
+
+def _masters(net: nn.Module) -> dict[str, Tensor]:
+    """fp32 weights gathered from DeepSpeed's optimizer, and frozen ones as they are. A collective: every rank takes part."""
+    from deepspeed.utils import safe_get_full_fp32_param
+    from deepspeed.zero import GatheredParameters
+
+    found: dict[str, Tensor] = {}
+    for name, weight in net.named_parameters():
+        master = safe_get_full_fp32_param(weight) if weight.requires_grad else None
+        if master is None:
+            with GatheredParameters([weight]):
+                master = weight.detach().float().clone()
+        found[name] = master.detach().cpu()
+    return found
+
+
+def net_device(net: nn.Module) -> torch.device:
+    return next(net.parameters()).device

@@ -1,0 +1,100 @@
+"""One optimizer step's numbers: what the loss is divided by, agreed by all ranks, and what is logged.
+
+A window opens with one all-reduce of a small vector: the counts of every loss term, tokens, dropped labels, and whether anybody was
+told to stop. The loss uses the vector where it is (on the device); the host reads its copy at the end of the window, when the numbers
+have long arrived, so a GPU is never drained for them.
+"""
+
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+EXTRAS = ("tokens", "dropped", "stop")
+
+
+def all_reduce(vector: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
+    """In place over all ranks. (Lightning's `strategy.reduce` adds a barrier, which stops the host.)"""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(vector, op=op)
+    return vector
+
+
+class Window:
+    """The counts of one window over all ranks. Counts are whole numbers below 2^24, which float32 adds exactly."""
+
+    def __init__(self, names: tuple[str, ...], local: dict[str, float], stop: bool, device: torch.device):
+        self.names = names + EXTRAS
+        values = {**local, "stop": float(stop)}
+        vector = torch.tensor([values.get(name, 0.0) for name in self.names], dtype=torch.float32)
+        self._arrived: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            vector = vector.pin_memory().to(device, non_blocking=True)
+        else:
+            vector = vector.to(device)
+        self.vector = all_reduce(vector)
+        self._host = self.vector
+        if device.type == "cuda":
+            self._host = torch.empty(len(self.names), dtype=torch.float32, pin_memory=True).copy_(self.vector, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+        self._place = {name: i for i, name in enumerate(self.names)}
+
+    def divisor(self, term: str) -> Tensor:
+        """Count of a term over the whole window, on the device; 1 where it is 0, since its sum is 0 too."""
+        return self.vector[self._place[term]].clamp(min=1.0)
+
+    def totals(self) -> dict[str, float]:
+        """All numbers on the host. Waits until they have arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return dict(zip(self.names, self._host.tolist(), strict=True))
+
+
+class Meter:
+    """Sums since the last log: local ones on the device (no host sync), window totals on the host."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._totals: dict[str, float] = {}
+        self._windows = 0
+        self.start()
+
+    def start(self) -> None:
+        """Starts the clock: what came before was not training."""
+        self._since = time.monotonic()
+
+    def add(self, sums: dict[str, Tensor]) -> None:
+        """Adds one micro-step's detached sums of this rank."""
+        for name, value in sums.items():
+            value = value.detach().float()
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def close_window(self, totals: dict[str, float]) -> None:
+        """Adds one window's totals over all ranks."""
+        self._windows += 1
+        for name, value in totals.items():
+            self._totals[name] = self._totals.get(name, 0.0) + value
+
+    def skip_time(self, seconds: float) -> None:
+        """Leaves time out that was not spent training (measuring tau, saving)."""
+        self._since += seconds
+
+    def read(self) -> dict[str, float]:
+        """Means since the last call, the same on every rank, and starts anew. One all-reduce and one wait for the device.
+
+        `loss` is the mean of the windows' losses; `loss_depth_k` and `top1_depth_k` are sums over the count of `depth_k`.
+        """
+        names = sorted(self._sums)
+        values = all_reduce(torch.stack([self._sums[name] for name in names])).tolist()
+        sums, totals = dict(zip(names, values, strict=True)), self._totals
+        means = {"loss": sums.pop("loss") / max(self._windows, 1)}
+        for name, value in sums.items():
+            kind, _, term = name.partition("_")
+            means[name] = value / max(totals.get(term, 0.0), 1.0)
+        counted = sum(total for name, total in totals.items() if name not in EXTRAS)
+        means["dropped_labels"] = totals.get("dropped", 0.0) / max(counted + totals.get("dropped", 0.0), 1.0)
+        means["tokens_per_second"] = totals.get("tokens", 0.0) / max(time.monotonic() - self._since, 1e-9)
+        self._sums, self._totals, self._windows, self._since = {}, {}, 0, time.monotonic()
+        return means

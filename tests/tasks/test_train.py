@@ -1,0 +1,236 @@
+"""The training stage with the real target, drafter and objective: what must not change the numbers does not, and what cannot work is refused."""
+
+import json
+import os
+import signal
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import logged, make_run, ragged_chats, start, write_store
+
+from drafttrain.errors import UserError
+from drafttrain.tasks.checkpoints import find_last
+
+
+@pytest.fixture
+def llama(target_folders):
+    return target_folders("llama")
+
+
+@pytest.fixture
+def run(tmp_path, tiny_llama):
+    return make_run(tmp_path / "run", tiny_llama)
+
+
+def weights(run_folder, name="last_drafter"):
+    return load_file(run_folder / "checkpoints" / name / "drafter.safetensors")
+
+
+class Tell(pl.Callback):
+    """Sends this process a signal in the middle of a window."""
+
+    def __init__(self, micro_batch: int, number: int = signal.SIGTERM):
+        self.micro_batch, self.number = micro_batch, number
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if batch_idx == self.micro_batch:
+            os.kill(os.getpid(), self.number)
+
+
+# ---- what must not change the numbers --------------------------------------------------------------------------------------
+
+
+def test_eight_accumulations_equal_one_batch_of_eight(tmp_path, tiny_llama, llama):
+    narrow, wide = (make_run(tmp_path / name, tiny_llama) for name in ("narrow", "wide"))
+    start(narrow, llama, trainer={"accumulate_grad_batches": 8})
+    start(wide, llama, data={"rows": 8})
+    for depth in ("", "_depth_1", "_depth_3"):
+        a, b = logged(narrow, f"train/loss{depth}"), logged(wide, f"train/loss{depth}")
+        assert a.keys() == b.keys() == {1, 2, 3, 4}
+        assert a == pytest.approx(b, rel=1e-5)
+    fresh = weights(narrow)
+    assert all(torch.allclose(value, weights(wide)[name], rtol=1e-4, atol=1e-5) for name, value in fresh.items())
+
+
+@pytest.mark.parametrize(("accumulate", "told_at", "stopped_at"), [(1, 2, 3), (3, 6, 3), (3, 7, 4)])
+def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, tiny_llama, llama, accumulate, told_at, stopped_at):
+    """Told in the middle of a window, it finishes that one and the next, at whose beginning all ranks agree."""
+    settings = {"max_steps": 6, "accumulate_grad_batches": accumulate}
+    whole, broken = (make_run(tmp_path / name, tiny_llama) for name in ("whole", "broken"))
+    start(whole, llama, trainer=settings)
+    start(broken, llama, trainer=settings | {"callbacks": [Tell(told_at)]})
+    assert find_last(broken / "checkpoints").position.step == stopped_at
+    assert set(logged(broken)) == set(range(1, stopped_at + 1))
+    start(broken, llama, trainer=settings)
+    assert logged(broken) == logged(whole)
+    assert all(torch.equal(value, weights(broken)[name]) for name, value in weights(whole).items())
+    assert find_last(broken / "checkpoints").position == find_last(whole / "checkpoints").position
+
+
+def test_a_run_goes_on_from_a_checkpoint_made_on_the_way(tmp_path, tiny_llama, llama):
+    """What a killed process leaves: a checkpoint of an earlier step, behind which more steps were done."""
+    whole, killed = (make_run(tmp_path / name, tiny_llama) for name in ("whole", "killed"))
+    settings = {"trainer": {"max_steps": 6, "accumulate_grad_batches": 2}, "checkpoint": {"every": 3}}
+    start(whole, llama, **settings)
+
+    class Die(pl.Callback):
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            if batch_idx == 9:
+                raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        start(killed, llama, **settings | {"trainer": settings["trainer"] | {"callbacks": [Die()]}})
+    assert find_last(killed / "checkpoints").position.step == 3
+    start(killed, llama, **settings)
+    assert logged(killed) == logged(whole)
+
+
+@pytest.mark.parametrize(("before", "after"), [((4, 1), (1, 4)), ((1, 4), (4, 1))], ids=["4 to 1", "1 to 4"])
+def test_another_accumulation_goes_on_with_the_next_rows(tmp_path, tiny_llama, llama, before, after):
+    whole, moved = (make_run(tmp_path / name, tiny_llama) for name in ("whole", "moved"))
+    (accumulate, rows), (new_accumulate, new_rows) = before, after
+    settings = {"max_steps": 7, "accumulate_grad_batches": accumulate}
+    start(whole, llama, trainer=settings, data={"rows": rows})
+    start(moved, llama, trainer=settings | {"callbacks": [Tell(micro_batch=2 * accumulate)]}, data={"rows": rows})
+    stopped = find_last(moved / "checkpoints").position
+    assert stopped.step == 3 and stopped.rows == 12
+    start(moved, llama, trainer={"max_steps": 7, "accumulate_grad_batches": new_accumulate}, data={"rows": new_rows})
+    assert logged(moved) == pytest.approx(logged(whole), rel=1e-5)
+
+
+def test_stored_features_give_the_loss_of_online_ones(tmp_path, tiny_llama, llama):
+    online, stored = (make_run(tmp_path / name, tiny_llama, features=[0, 2, 3]) for name in ("online", "stored"))
+    start(online, llama)
+    start(stored, llama, data={"features": "stored"})
+    assert logged(stored) == pytest.approx(logged(online), rel=5e-3)  # they are stored in bfloat16
+
+
+def test_measuring_tau_changes_nothing_in_the_training(tmp_path, tiny_llama, llama):
+    watched, alone = (make_run(tmp_path / name, tiny_llama) for name in ("watched", "alone"))
+    start(watched, llama, checkpoint={"tau_prompts": 3, "tau_every": 1, "tau_tokens": 8})
+    start(alone, llama)
+    assert logged(watched) == logged(alone)
+    assert set(logged(watched, "held_out/tau")) == {1, 2, 3, 4}
+
+
+# ---- what is kept ------------------------------------------------------------------------------------------------------------
+
+
+def test_training_lowers_the_loss_and_keeps_the_best_by_tau(run, llama):
+    best = start(
+        run,
+        llama,
+        optimizer={"lr": 1e-2},
+        trainer={"max_steps": 30, "accumulate_grad_batches": 1},
+        data={"rows": 4},
+        checkpoint={"tau_prompts": 4, "tau_every": 5, "tau_tokens": 16},
+    )
+    losses, taus = logged(run), logged(run, "held_out/tau")
+    assert losses[30] < 0.9 * losses[1]
+    facts = json.loads((best / "drafter.json").read_text())["facts"]
+    assert facts["held_out"]["tau"] == pytest.approx(max(taus.values()))
+    assert facts["position"]["step"] == min(step for step, tau in taus.items() if tau == max(taus.values()))
+    assert find_last(run / "checkpoints").position.best_tau == pytest.approx(max(taus.values()))
+
+
+def test_the_state_is_plain_tensors_and_the_target_is_not_in_it(run, llama):
+    start(run, llama, trainer={"max_steps": 1})
+    state = torch.load(find_last(run / "checkpoints").state, weights_only=True)
+    assert {name.split(".")[0] for name in state["state_dict"]} == {"net"}
+    assert not any("embed" in name for name in state["state_dict"])
+
+
+def test_max_steps_ends_a_run_at_once_and_a_finished_run_says_so(run, llama, capsys):
+    start(run, llama, trainer={"max_steps": 3})
+    assert set(logged(run)) == {1, 2, 3}
+    before = {path: path.stat().st_mtime_ns for path in (run / "checkpoints").rglob("*")}
+    capsys.readouterr()
+    best = start(run, llama, trainer={"max_steps": 3})
+    assert "is finished: 3 of 3 steps" in capsys.readouterr().out
+    assert best.is_dir() and before == {path: path.stat().st_mtime_ns for path in (run / "checkpoints").rglob("*")}
+
+
+def test_a_finished_run_goes_on_when_it_gets_more_steps(run, llama):
+    start(run, llama, optimizer={"schedule": "constant"})
+    start(run, llama, optimizer={"schedule": "constant"}, trainer={"max_steps": 6})
+    assert set(logged(run)) == {1, 2, 3, 4, 5, 6}
+
+
+def test_the_arithmetic_is_said_before_training(run, llama, capsys):
+    start(run, llama, trainer={"max_steps": 1, "accumulate_grad_batches": 2}, data={"length": 32, "rows": 3})
+    out = capsys.readouterr().out
+    assert "1 process x 2 accumulations x 3 rows x 32 tokens = 192" in out
+    assert "draft vocabulary: 200 of 320 tokens" in out and "trained" in out
+    assert "longer than a row and were cut" in out
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"drafter": {"depth": 2}}, "drafter.depth: 3 before, 2 now"),
+        ({"objective": {"decay": 0.5}}, "objective.decay: 0.8 before, 0.5 now"),
+        ({"data": {"seed": 8}}, "data.seed: 7 before, 8 now"),
+        ({"optimizer": {"lr": 2e-3}}, "optimizer.lr: 0.001 before, 0.002 now"),
+    ],
+)
+def test_another_recipe_is_not_resumed(run, llama, change, sentence):
+    start(run, llama, trainer={"max_steps": 1})
+    with pytest.raises(UserError, match=sentence):
+        start(run, llama, **change)
+
+
+def test_other_chats_are_not_resumed(run, llama, tiny_llama):
+    start(run, llama, trainer={"max_steps": 1})
+    (run / "data" / "train").rename(run / "data" / "old")
+    write_store(run / "data" / "train", ragged_chats(24, tiny_llama.vocab), tiny_llama.identity)
+    with pytest.raises(UserError, match=r"chats.count: 23 before, 24 now"):
+        start(run, llama)
+
+
+def test_features_of_other_layers_are_refused(tmp_path, tiny_llama, llama):
+    run = make_run(tmp_path / "run", tiny_llama, features=[0, 1, 2])
+    with pytest.raises(UserError, match=r"layers \[0, 1, 2\], but the recipe taps \[0, 2, 3\]"):
+        start(run, llama, data={"features": "stored"})
+
+
+def test_features_that_were_not_kept_are_refused(run, llama):
+    with pytest.raises(UserError, match="holds no features"):
+        start(run, llama, data={"features": "stored"})
+
+
+def test_another_target_is_refused(run, target_folders):
+    with pytest.raises(UserError, match="made with another target"):
+        start(run, target_folders("qwen3"))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(run, llama):
+    start(run, llama, optimizer={"schedule": "constant", "lr": 1e30, "warmup_steps": 0}, trainer={"max_steps": 1})
+    kept = find_last(run / "checkpoints")
+    with pytest.raises(UserError, match="not finite at step 2"):
+        start(
+            run,
+            llama,
+            optimizer={"schedule": "constant", "lr": 1e30, "warmup_steps": 0},
+            trainer={"max_steps": 6, "log_every_n_steps": 4},
+            checkpoint={"every": 3},
+        )
+    assert find_last(run / "checkpoints") == kept
+
+
+def test_a_window_without_labels_stops_the_run(run, llama):
+    with pytest.raises(UserError, match="had no supervised tokens to learn from"):
+        start(run, llama, drafter={"draft_vocab": 1})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "sentence"),
+    [({"max_steps": -1}, "trainer.max_steps is -1"), ({"max_epochs": 3}, "trainer.max_epochs cannot be set")],
+)
+def test_a_run_ends_by_steps(run, llama, trainer, sentence):
+    with pytest.raises(UserError, match=sentence):
+        start(run, llama, trainer=trainer)
