@@ -13,7 +13,16 @@ import torch
 
 from data_prep.ledger import Ledger
 from data_prep.sources import Work
-from drafttrain.data.shards import FEATURE_DTYPE, TOKEN_BYTES, Chat, ShardRecord, feature_bytes, read_record, record_name, write_shard
+from drafttrain.data.shards import (
+    FEATURE_DTYPE,
+    TOKEN_BYTES,
+    Chat,
+    ShardRecord,
+    feature_bytes,
+    read_record,
+    record_name,
+    write_shard,
+)
 from drafttrain.errors import UserError
 from drafttrain.files import explain_full_disk
 from drafttrain.types import Features, Request, Rollout
@@ -68,9 +77,14 @@ def answer(work: Work, chunks: Sequence[Sequence[Request]], folder: Path, speech
             tokens, seconds = sum(int(chat.supervised.sum()) for chat in chats), perf_counter() - start
             done.tokens += tokens
             done.seconds += seconds
-            work.say(f"{folder.name}: shard {index + 1} of {len(chunks)}, {len(chats)} chats, {tokens / seconds:,.0f} answer tokens/s")
+            work.say(
+                f"{folder.name}: shard {index + 1} of {len(chunks)}, {len(chats)} chats, {tokens / seconds:,.0f} answer tokens/s"
+            )
         elif record.rows["in"] != len(chunk) or not set(record.keys) <= {request.key for request in chunk}:
-            raise UserError(f"{folder / record_name(index)} belongs to other prompts than {folder.parent}/ has; delete {folder}/ and run data_prep again.")
+            raise UserError(
+                f"{folder / record_name(index)} belongs to other prompts than {folder.parent}/ has; "
+                f"delete {folder}/ and run data_prep again."
+            )
         done.records.append(record)
     return done
 

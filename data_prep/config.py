@@ -44,6 +44,11 @@ class PrepareConfig:
             raise UserError(f"prepare.held_out_source is {self.held_out_source}, but the sources are {', '.join(names)}.")
         for name in ("held_out", "max_tokens", "max_prompt", "held_out_max_tokens", "slots", "chunk"):
             require(getattr(self, name) >= 1, f"prepare.{name}", getattr(self, name), "at least 1")
-        require(0 < self.near_duplicate <= 1, "prepare.near_duplicate", self.near_duplicate, "above 0 and at most 1 (1 = identical only)")
+        require(
+            0 < self.near_duplicate <= 1,
+            "prepare.near_duplicate",
+            self.near_duplicate,
+            "above 0 and at most 1 (1 = identical only)",
+        )
         require(self.temperature >= 0, "prepare.temperature", self.temperature, "0 (greedy) or more")
         require(0 < self.top_p <= 1, "prepare.top_p", self.top_p, "above 0 and at most 1 (1 = off)")

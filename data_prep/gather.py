@@ -1,8 +1,8 @@
 """Everything before the first answer: collect prompts, drop what cannot be asked, split off the held-out set, write it down.
 
-    prompts.jsonl, held_out.jsonl   {"key", "source", "messages"} a line
-    dropped.jsonl                   {"row", "reason"} a line
-    prompts.json                    written last: the ledger so far and what each source gave
+prompts.jsonl, held_out.jsonl   {"key", "source", "messages"} a line
+dropped.jsonl                   {"row", "reason"} a line
+prompts.json                    written last: the ledger so far and what each source gave
 """
 
 import json
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.config import PrepareConfig
-from data_prep.ledger import Ledger
+from data_prep.ledger import Ledger, reasons
 from data_prep.sources import Prompt, Work
 from data_prep.split import hold_out, near_duplicates
 from data_prep.text import normal
@@ -51,8 +51,8 @@ def gather(config: PrepareConfig, work: Work) -> Gathered:
     training = [prompt for prompt in training if prompt.key not in close]
     if not training:
         raise UserError(
-            f"Every training prompt is close to a held-out one (prepare.near_duplicate {config.near_duplicate}); raise it, or use "
-            "prompts that differ more."
+            f"Every training prompt is close to a held-out one (prepare.near_duplicate {config.near_duplicate}); raise it, or "
+            "use prompts that differ more."
         )
     gathered = Gathered(training, held_out, ledger, sources)
     _write(work.folder, gathered)
@@ -76,7 +76,8 @@ def askable(prompts: list[Prompt], work: Work, longest: int, ledger: Ledger) -> 
         usable.append(prompt)
     if not usable:
         raise UserError(
-            f"None of {len(prompts):,} prompts can be asked ({ledger.facts(0)['dropped']}); raise prepare.max_prompt, or mend the prompts."
+            f"None of {len(prompts):,} prompts can be asked ({reasons(ledger.dropped)}); raise prepare.max_prompt, or mend the "
+            "prompts."
         )
     return usable
 
@@ -107,9 +108,12 @@ def _read(folder: Path) -> Gathered:
     facts = read_json(folder / "prompts.json", "the list of prompts")
     for name, digest in facts["sha256"].items():
         if not (folder / name).exists() or sha256_file(folder / name) != digest:
-            raise UserError(f"{folder / name} was changed or removed after data_prep wrote it; delete {folder}/ and run data_prep again.")
+            raise UserError(
+                f"{folder / name} was changed or removed after data_prep wrote it; delete {folder}/ and run data_prep again."
+            )
     ledger = Ledger(facts["read"], Counter(facts["dropped"]), Counter(facts["notes"]))
     training, held_out = (
-        [Prompt(**json.loads(line)) for line in (folder / name).read_text().splitlines()] for name in ("prompts.jsonl", "held_out.jsonl")
+        [Prompt(**json.loads(line)) for line in (folder / name).read_text().splitlines()]
+        for name in ("prompts.jsonl", "held_out.jsonl")
     )
     return Gathered(training, held_out, ledger, facts["sources"])

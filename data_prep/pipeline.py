@@ -83,7 +83,9 @@ def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, taps: tup
     folder, hidden = work.folder, work.target.hidden
     training = in_chunks(_requests(work, gathered.training, config.max_tokens), config.chunk)
     held_out = in_chunks(_requests(work, gathered.held_out, config.held_out_max_tokens), config.chunk)
-    needed = expected_bytes(training, folder / "train", hidden, taps) + expected_bytes(held_out, folder / "held_out", hidden, None)
+    needed = expected_bytes(training, folder / "train", hidden, taps) + expected_bytes(
+        held_out, folder / "held_out", hidden, None
+    )
     require_space(folder, needed, f"{'tokens' if taps is None else 'features'} of {len(gathered.training):,} chats")
 
     held_speech = Speech(0.0, 1.0, None)
@@ -113,8 +115,8 @@ def _finish(work: Work, folder: Path, records: list[ShardRecord], ledger: Ledger
     kept = sum(len(record.keys) for record in records)
     if not kept:
         raise UserError(
-            f"{folder}/ has no chat with a supervised token ({reasons(ledger.dropped)}): the target answers nothing to these prompts. "
-            "Check target.template_arguments and that the target is an instruct model."
+            f"{folder}/ has no chat with a supervised token ({reasons(ledger.dropped)}): the target answers nothing to these "
+            "prompts. Check target.template_arguments and that the target is an instruct model."
         )
     Manifest(
         identity=work.target.identity,
@@ -124,7 +126,12 @@ def _finish(work: Work, folder: Path, records: list[ShardRecord], ledger: Ledger
         shards=len(records),
         tokens=sum(record.tokens for record in records),
         supervised_tokens=sum(record.supervised_tokens for record in records),
-        facts={"temperature": speech.temperature, "top_p": speech.top_p, "sources": gathered.sources, "notes": dict(gathered.ledger.notes)},
+        facts={
+            "temperature": speech.temperature,
+            "top_p": speech.top_p,
+            "sources": gathered.sources,
+            "notes": dict(gathered.ledger.notes),
+        },
     ).write(folder)
 
 
@@ -133,12 +140,14 @@ def _require_window(config: PrepareConfig, target: Target) -> None:
         limit = getattr(config, name)
         if config.max_prompt + limit > target.max_positions:
             raise UserError(
-                f"prepare.max_prompt {config.max_prompt} + prepare.{name} {limit} is longer than the {target.max_positions} positions "
-                "of the target; lower one of them."
+                f"prepare.max_prompt {config.max_prompt} + prepare.{name} {limit} is longer than the {target.max_positions} "
+                "positions of the target; lower one of them."
             )
 
 
-def _report(folder: Path, training: TokenStore, held_out: TokenStore, done: Answered, draft_vocab: int | None, say: Callable[[str], None]) -> None:
+def _report(
+    folder: Path, training: TokenStore, held_out: TokenStore, done: Answered, draft_vocab: int | None, say: Callable[[str], None]
+) -> None:
     """What was written, for people."""
     rows = training.manifest.rows
     say(f"{folder}/ is complete: {rows['in']:,} rows in, {rows['kept']:,} kept for training; {reasons(rows['dropped'])}")
@@ -146,11 +155,17 @@ def _report(folder: Path, training: TokenStore, held_out: TokenStore, done: Answ
         facts = store.manifest
         size = human_bytes(sum(file.stat().st_size for file in store.folder.iterdir()))
         layers = "" if facts.taps is None else f", features of layers {facts.taps} in {facts.feature_dtype}"
-        say(f"{store.folder}/: {len(store):,} chats, {facts.tokens:,} tokens, {facts.supervised_tokens:,} of them answers{layers}, {size}")
+        say(
+            f"{store.folder}/: {len(store):,} chats, {facts.tokens:,} tokens, {facts.supervised_tokens:,} of them answers"
+            f"{layers}, {size}"
+        )
     if done.tokens:
         say(f"training answers: {done.tokens:,} tokens in {done.seconds:,.0f} s, {done.tokens / done.seconds:,.0f} tokens/s")
     if draft_vocab is not None:
         supervised_V, other_V = training.counts()
         seen = int((supervised_V > 0).sum())
         share = coverage(choose(supervised_V, draft_vocab, other_V), held_out.counts()[0])
-        say(f"draft vocabulary of {draft_vocab:,} ids ({seen:,} distinct ones in training answers) covers {share:.2%} of held-out answer tokens")
+        say(
+            f"draft vocabulary of {draft_vocab:,} ids ({seen:,} distinct ones in training answers) covers "
+            f"{share:.2%} of held-out answer tokens"
+        )

@@ -30,7 +30,9 @@ NAME = re.compile(r"[\w.-]+")
 class Ask(Protocol):
     """Has the target speak. The result depends on each request's key, the seed and the batch, and on nothing that ran before."""
 
-    def __call__(self, requests: Sequence[Request], temperature: float, top_p: float, taps: tuple[int, ...] | None) -> Iterator[Rollout]:
+    def __call__(
+        self, requests: Sequence[Request], temperature: float, top_p: float, taps: tuple[int, ...] | None
+    ) -> Iterator[Rollout]:
         """Rollouts in order of completion; with features of these layers (and the final state) unless `taps` is None."""
         ...
 
@@ -106,8 +108,9 @@ class SelfPrompts(PromptSource):
         while len(prompts) < self.count:
             if ledger.read >= limit:
                 raise UserError(
-                    f"Self-prompting kept {len(prompts)} of {ledger.read:,} attempts ({reasons(ledger.dropped)}), fewer than the "
-                    f"{self.count:,} asked for; lower SelfPrompts.count, raise max_tokens or attempts_per_prompt, or use JsonlPrompts."
+                    f"Self-prompting kept {len(prompts)} of {ledger.read:,} attempts ({reasons(ledger.dropped)}), fewer than "
+                    f"the {self.count:,} asked for; lower SelfPrompts.count, raise max_tokens or attempts_per_prompt, "
+                    "or use JsonlPrompts."
                 )
             for key, text, why in attempts.next():
                 ledger.read += 1
@@ -172,7 +175,9 @@ class JsonlPrompts(PromptSource):
                     if line.strip():
                         yield number, line
         except OSError as error:
-            raise UserError(f"JsonlPrompts.path is {self.path}, which cannot be read ({error.strerror}); name an existing file.") from None
+            raise UserError(
+                f"JsonlPrompts.path is {self.path}, which cannot be read ({error.strerror}); name an existing file."
+            ) from None
 
     def _prompt(self, number: int, line: bytes, ledger: Ledger) -> Prompt:
         try:

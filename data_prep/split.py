@@ -20,8 +20,8 @@ def hold_out(prompts: Sequence[Prompt], count: int, seed: int, source: str | Non
     if len(eligible) < count or len(prompts) <= count:
         of = f" of source {source}" if source else ""
         raise UserError(
-            f"prepare.held_out is {count}, but there are {len(eligible)} usable prompts{of} ({len(prompts)} in all) and some must be "
-            "left to train on; lower it or ask for more prompts."
+            f"prepare.held_out is {count}, but there are {len(eligible)} usable prompts{of} ({len(prompts)} in all) and some "
+            "must be left to train on; lower it or ask for more prompts."
         )
     chosen = {prompt.key for prompt in sorted(eligible, key=lambda prompt: _order(prompt.key, seed))[:count]}
     return [p for p in prompts if p.key not in chosen], [p for p in prompts if p.key in chosen]

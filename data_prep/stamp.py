@@ -1,4 +1,4 @@
-"""What a data folder is made with, kept in `settings.json` so that a restart goes on with the same and never with something else."""
+"""What a data folder is made with, kept in `settings.json`: a restart goes on with the same and never with something else."""
 
 from dataclasses import asdict
 from pathlib import Path

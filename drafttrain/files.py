@@ -68,7 +68,9 @@ def read_json(path: str | Path, what: str):
     try:
         return json.loads(Path(path).read_text())
     except FileNotFoundError:
-        raise UserError(f"{path} is missing, so {what} is not there or not finished; run the stage that makes it again.") from None
+        raise UserError(
+            f"{path} is missing, so {what} is not there or not finished; run the stage that makes it again."
+        ) from None
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run the stage that makes {what} again.") from None
 
@@ -83,7 +85,7 @@ def sha256_file(path: str | Path) -> str:
 
 
 def remove_leftovers(folder: str | Path) -> int:
-    """Deletes the `*.tmp` that killed processes left under a folder; returns how many. Only the holder of its lock may call this."""
+    """Deletes the `*.tmp` that killed processes left under a folder; returns how many. Only for the holder of its lock."""
     leftovers = list(Path(folder).rglob("*.tmp"))
     for path in leftovers:
         path.unlink()

@@ -81,9 +81,8 @@ def test_lock_refuses_a_second_process_and_is_freed_by_a_kill(tmp_path):
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
-    with files.RunLock(tmp_path):
-        with pytest.raises(UserError):
-            files.RunLock(tmp_path).__enter__()
+    with files.RunLock(tmp_path), pytest.raises(UserError):
+        files.RunLock(tmp_path).__enter__()
     with files.RunLock(tmp_path):
         pass
 
@@ -93,13 +92,16 @@ def test_space_is_checked_on_the_disk_of_a_folder_that_is_not_there_yet(tmp_path
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=10_000))
     files.require_space(tmp_path / "a" / "b", 10_000, "features")
     assert asked == [tmp_path]
-    with pytest.raises(UserError, match="features needs up to 10.0 kB.* has 10.0 kB free"):
+    with pytest.raises(UserError, match=r"features needs up to 10.0 kB.* has 10.0 kB free"):
         files.require_space(tmp_path, 10_001, "features")
 
 
 def test_full_disk_becomes_a_sentence_and_other_errors_do_not(tmp_path, monkeypatch):
     fail_writes(monkeypatch)
-    with pytest.raises(UserError, match="disk is full .*: 3 shards are kept"), files.explain_full_disk(tmp_path, "3 shards are kept."):
+    with (
+        pytest.raises(UserError, match=r"disk is full .*: 3 shards are kept"),
+        files.explain_full_disk(tmp_path, "3 shards are kept."),
+    ):
         files.write_atomic(tmp_path / "x", "data")
     with pytest.raises(PermissionError), files.explain_full_disk(tmp_path, ""):
         raise PermissionError(errno.EACCES, "no")
@@ -114,10 +116,10 @@ def test_leftovers_are_removed(tmp_path):
 
 
 def test_reading_names_the_file(tmp_path):
-    with pytest.raises(UserError, match="m.json is missing"):
+    with pytest.raises(UserError, match=r"m.json is missing"):
         files.read_json(tmp_path / "m.json", "the store")
     (tmp_path / "m.json").write_text("{")
-    with pytest.raises(UserError, match="m.json is damaged"):
+    with pytest.raises(UserError, match=r"m.json is damaged"):
         files.read_json(tmp_path / "m.json", "the store")
 
 

@@ -1,6 +1,6 @@
 """Shards of a token store on disk.
 
-    tokens-00003.safetensors    ids [N] int32, supervised [N] uint8, offsets [C+1] int64 (chat c owns rows offsets[c]:offsets[c+1])
+    tokens-00003.safetensors    ids [N] int32, supervised [N] uint8, offsets [C+1] int64 (chat c has rows offsets[c]:offsets[c+1])
     features-00003.safetensors  taps [N, A, D], final [N, D]; only in a store that keeps features
     shard-00003.json            written last: keys of the chats, bytes and sha256 of the two files, ledger of the chunk
 
@@ -106,7 +106,7 @@ def write_shard(folder: Path, index: int, chats: Sequence[Chat], rows: Mapping) 
 
 
 def read_record(folder: Path, index: int) -> ShardRecord | None:
-    """The record of a finished shard, None if the shard is not finished. UserError if one of its files is missing or cut short."""
+    """The record of a finished shard, None if the shard is not finished. UserError if a file of it is missing or cut short."""
     path = folder / record_name(index)
     if not path.exists():
         return None

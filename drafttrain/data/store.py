@@ -68,12 +68,14 @@ class Manifest:
             raise UserError(f"{folder}/ {state}. Run `python -m data_prep` with this recipe; it goes on where it stopped.")
         values = read_json(path, "the token store")
         if values.pop("format", None) != FORMAT:
-            raise UserError(f"{path} is not of format {FORMAT}, which this version reads; delete the folder and run data_prep again.")
+            raise UserError(
+                f"{path} is not of format {FORMAT}, which this version reads; delete the folder and run data_prep again."
+            )
         return Manifest(Identity(**values.pop("identity")), **values)
 
 
 class TokenStore:
-    """Chats in the order of their shards. Cheap to open, to copy and to send to loader workers; tensors are read when asked for."""
+    """Chats in the order of their shards. Cheap to copy and to send to loader workers; tensors are read when asked for."""
 
     def __init__(self, folder: Path, manifest: Manifest, records: list[ShardRecord], lengths: list[np.ndarray]):
         """Use `TokenStore.open`."""
@@ -97,7 +99,9 @@ class TokenStore:
         for index in range(manifest.shards):
             record = read_record(folder, index)
             if record is None:
-                raise UserError(f"{folder}/ lacks shard {index} of {manifest.shards}; delete manifest.json there and run data_prep again.")
+                raise UserError(
+                    f"{folder}/ lacks shard {index} of {manifest.shards}; delete manifest.json there and run data_prep again."
+                )
             verify(folder, index, record, tokens_name(index))
             with safe_open(folder / tokens_name(index), "pt") as file:
                 lengths.append(file.get_tensor("offsets").diff().numpy())
@@ -123,7 +127,7 @@ class TokenStore:
         return Chat(self.keys[index], ids, supervised, self._features(shard, start, end) if features else None)
 
     def requests(self, limit: int) -> list[Request]:
-        """The prompts of the chats (everything before the first supervised token), to be answered again with up to `limit` tokens."""
+        """The prompts of the chats (all before the first supervised token), to be answered again with up to `limit` tokens."""
         found = []
         for index in range(len(self)):
             chat = self.chat(index)
@@ -154,8 +158,8 @@ class TokenStore:
         ]
         if other:
             raise UserError(
-                f"{self.folder}/ was made with another target ({made.path}, the recipe says {identity.path}): {'; '.join(other)}. "
-                "Go back to that target, or give the run another `name` and run data_prep again."
+                f"{self.folder}/ was made with another target ({made.path}, the recipe says {identity.path}): {'; '.join(other)}"
+                ". Go back to that target, or give the run another `name` and run data_prep again."
             )
         if taps is None or self.manifest.taps == list(taps):
             return
@@ -171,7 +175,9 @@ class TokenStore:
 
     def _features(self, shard: int, start: int, end: int) -> Features:
         if self.manifest.taps is None:
-            raise UserError(f"{self.folder}/ holds no features; set data.features to online, or delete it and run data_prep again.")
+            raise UserError(
+                f"{self.folder}/ holds no features; set data.features to online, or delete it and run data_prep again."
+            )
         file = self._map(shard, features_name(shard))
         return Features(file.get_slice("taps")[start:end], file.get_slice("final")[start:end])
 

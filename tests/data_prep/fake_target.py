@@ -1,7 +1,7 @@
 """A target that speaks from a list of words, so that the data stage can be tested without a model, also in a subprocess.
 
-Ids: 0 pad, 1 <|turn|>, 2 <|end|>, 3 <|other|>, then one id for every word. What it says depends on the request's key and the seed only,
-and its features are a function of the token, so that every stored row can be recomputed.
+Ids: 0 pad, 1 <|turn|>, 2 <|end|>, 3 <|other|>, then one id for every word. What it says depends on the request's key and the seed
+only, and its features are a function of the token, so that every stored row can be recomputed.
 """
 
 import random
@@ -15,7 +15,11 @@ from drafttrain.errors import UserError
 from drafttrain.types import Identity, Rollout
 
 SPECIAL = ["<pad>", "<|turn|>", "<|end|>", "<|other|>"]
-WORDS = [a + b for a in ("ka", "lo", "mi", "nu", "ra", "se", "ti", "vo", "wu", "zy") for b in ("ban", "dor", "fel", "gim", "hus", "jot")]
+WORDS = [
+    a + b
+    for a in ("ka", "lo", "mi", "nu", "ra", "se", "ti", "vo", "wu", "zy")
+    for b in ("ban", "dor", "fel", "gim", "hus", "jot")
+]
 HIDDEN = 8
 
 
@@ -37,7 +41,7 @@ class FakeTarget:
         self.tokenizer = FakeTokenizer()
         self.vocab, self.hidden, self.layers, self.max_positions = len(self.tokenizer.words), HIDDEN, 6, 256
         self.dtype, self.device, self.end_ids = torch.float32, torch.device("cpu"), (2,)
-        facts = dict(path="fake", revision="r1", tokenizer="t1", template="c1", template_arguments="{}")
+        facts = {"path": "fake", "revision": "r1", "tokenizer": "t1", "template": "c1", "template_arguments": "{}"}
         self.identity = Identity(**{**facts, **identity}, layers=self.layers, hidden=self.hidden, vocab=self.vocab)
 
     def check_taps(self, taps) -> None:
@@ -59,7 +63,7 @@ class FakeSpeech:
     def __init__(self, target: FakeTarget, seed: int = 0, stop_after: int | None = None, slow: float = 0.0):
         self.target, self.seed, self.stop_after, self.slow = target, seed, stop_after, slow
         self.calls = 0
-        self.keys: list[str] = []
+        self.requests: list = []
         self.scripted: dict[str, list[int]] = {}
 
     def __call__(self, requests, temperature, top_p, taps):
@@ -70,7 +74,7 @@ class FakeSpeech:
             if self.stop_after is not None and self.calls > self.stop_after and number == 1:
                 raise RuntimeError("killed here")
             time.sleep(self.slow)
-            self.keys.append(request.key)
+            self.requests.append(request)
             yield self._rollout(request, temperature, taps)
 
     def _rollout(self, request, temperature: float, taps) -> Rollout:
@@ -78,7 +82,9 @@ class FakeSpeech:
         words = range(len(SPECIAL), self.target.vocab - 1)
         said = self.scripted.get(request.key, [stream.choice(words) for _ in range(stream.randint(2, 20))] + [2])[: request.limit]
         ids = torch.tensor([*request.ids, *said])
-        rollout = Rollout(request.key, ids, len(request.ids), [], 0, bool(said) and said[-1] == 2, torch.empty(0, dtype=torch.long))
+        rollout = Rollout(
+            request.key, ids, len(request.ids), [], 0, bool(said) and said[-1] == 2, torch.empty(0, dtype=torch.long)
+        )
         if taps is not None:
             rollout.taps_TAD, rollout.final_TD = features_of(ids, taps)
         return rollout
@@ -97,7 +103,14 @@ def small_config(**changes):
     from data_prep.config import PrepareConfig
     from data_prep.sources import SelfPrompts
 
-    values = dict(prompts=[SelfPrompts(count=24, max_tokens=30)], held_out=4, max_tokens=12, max_prompt=60, held_out_max_tokens=8, chunk=5)
+    values = {
+        "prompts": [SelfPrompts(count=24, max_tokens=30)],
+        "held_out": 4,
+        "max_tokens": 12,
+        "max_prompt": 60,
+        "held_out_max_tokens": 8,
+        "chunk": 5,
+    }
     return PrepareConfig(**{**values, **changes})
 
 
@@ -106,5 +119,11 @@ if __name__ == "__main__":  # python fake_target.py FOLDER SECONDS_PER_ANSWER: t
 
     fake = FakeTarget()
     prepare(
-        small_config(), fake, Path(sys.argv[1]), taps=(1, 3), draft_vocab=16, ask=FakeSpeech(fake, slow=float(sys.argv[2])), say=lambda text: print(text, flush=True)
+        small_config(),
+        fake,
+        Path(sys.argv[1]),
+        taps=(1, 3),
+        draft_vocab=16,
+        ask=FakeSpeech(fake, slow=float(sys.argv[2])),
+        say=lambda text: print(text, flush=True),
     )

@@ -61,7 +61,11 @@ def test_chat_is_cut_after_its_first_user_turn_and_that_is_said(tmp_path, work, 
     answer = {"role": "assistant", "content": "yes"}
     path = write(
         tmp_path / "p.jsonl",
-        [{"messages": [system, user("a"), answer, user("b")]}, {"messages": [answer, user("c")]}, {"messages": [user("d"), answer]}],
+        [
+            {"messages": [system, user("a"), answer, user("b")]},
+            {"messages": [answer, user("c")]},
+            {"messages": [user("d"), answer]},
+        ],
     )
     found = JsonlPrompts(path).collect(work, ledger)
     assert [p.messages for p in found] == [[system, user("a")], [user("c")], [user("d")]]
@@ -79,7 +83,7 @@ def test_count_takes_the_first_usable_rows_and_reads_no_further(tmp_path, work, 
 
 
 def test_unusable_files_are_refused(tmp_path, work, ledger):
-    with pytest.raises(UserError, match="nowhere.jsonl, which cannot be read"):
+    with pytest.raises(UserError, match=r"nowhere.jsonl, which cannot be read"):
         JsonlPrompts(str(tmp_path / "nowhere.jsonl")).collect(work, ledger)
     path = write(tmp_path / "p.jsonl", [b"x", b"y"])
     with pytest.raises(UserError, match=r"no usable prompt among its 2 rows \(2 not JSON\); each line must look like"):
@@ -110,16 +114,17 @@ def test_self_prompts_are_kept_until_there_are_enough(work, ledger):
 
 def test_self_prompting_gives_up_with_its_yield(work, ledger):
     work.ask.scripted = {f"self-{i:06d}": [5, 2] for i in range(100)}
-    with pytest.raises(UserError, match="kept 0 of 20 attempts .20 shorter than 3 words., fewer than the 2 asked for"):
+    with pytest.raises(UserError, match=r"kept 0 of 20 attempts .20 shorter than 3 words., fewer than the 2 asked for"):
         SelfPrompts(count=2, max_tokens=30).collect(work, ledger)
 
 
 def test_a_closing_of_the_template_ends_a_user_turn_too(work, ledger, monkeypatch):
     """Llama-2 style templates close a user turn with ordinary tokens, which are no end of the assistant's turn."""
     monkeypatch.setattr(type(work.target), "user_prefix", lambda self: ([1], (7,)))
-    work.ask.scripted = {f"self-{i:06d}": [10 + i, 20 + i, 30 + i, 7, 40, 41] for i in range(5)}
+    work.ask.scripted = {f"self-{i:06d}": [10 + i, 20 + i, 30 + i, 7] for i in range(5)}
     found = SelfPrompts(count=5, max_tokens=30).collect(work, ledger)
     assert found[0].user == work.target.tokenizer.decode([10, 20, 30])
+    assert work.ask.requests[0].ends == (7,)
 
 
 def test_sampled_chunks_are_found_again(work, ledger):

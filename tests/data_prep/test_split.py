@@ -18,7 +18,11 @@ def prompt(key: str, text: str = "", source: str = "s") -> Prompt:
 def test_split_depends_on_key_and_seed_only():
     prompts = [prompt(f"s-{i}") for i in range(40)]
     training, held_out = hold_out(prompts, 6, 0, None)
-    assert len(held_out) == 6 and [*training, *held_out] != prompts and {*map(id, training), *map(id, held_out)} == set(map(id, prompts))
+    assert (
+        len(held_out) == 6
+        and [*training, *held_out] != prompts
+        and {*map(id, training), *map(id, held_out)} == set(map(id, prompts))
+    )
     again = hold_out(prompts[::-1], 6, 0, None)[1]
     assert {p.key for p in again} == {p.key for p in held_out}
     assert {p.key for p in hold_out(prompts, 6, 1, None)[1]} != {p.key for p in held_out}

@@ -1,0 +1,190 @@
+"""Token store: what is written comes back, and what was damaged or made otherwise is refused."""
+
+import pickle
+from dataclasses import asdict, replace
+
+import numpy as np
+import pytest
+import torch
+
+from drafttrain.data import store as store_module
+from drafttrain.data.shards import Chat, ShardRecord, feature_bytes, read_record, write_shard
+from drafttrain.data.store import Manifest, TokenStore
+from drafttrain.errors import UserError
+from drafttrain.types import Features, Identity
+
+IDENTITY = Identity("hub/model", "rev1", "tok1", "tpl1", "{}", layers=6, hidden=4, vocab=50)
+TAPS = [1, 3]
+
+
+def chat(key: str, length: int, prompt: int, features: bool = True) -> Chat:
+    g = torch.Generator().manual_seed(length)
+    made = (
+        Features(torch.randn(length, 2, 4, generator=g).bfloat16(), torch.randn(length, 4, generator=g).bfloat16())
+        if features
+        else None
+    )
+    return Chat(key, torch.randint(0, 50, (length,), generator=g), torch.arange(length) >= prompt, made)
+
+
+CHATS = [[chat("a", 7, 3), chat("b", 5, 1)], [], [chat("c", 9, 8), chat("d", 1, 0), chat("e", 4, 2)]]
+
+
+def write(folder, shards=CHATS, **changes) -> list[ShardRecord]:
+    records = [
+        write_shard(folder, index, chats, {"in": len(chats) + 1, "kept": len(chats), "dropped": {"why": 1}})
+        for index, chats in enumerate(shards)
+    ]
+    kept = sum(map(len, shards))
+    values = {
+        "identity": IDENTITY,
+        "taps": TAPS,
+        "feature_dtype": "bfloat16",
+        "rows": {"in": kept + 3, "kept": kept, "dropped": {"why": 3}},
+        "shards": len(shards),
+        "tokens": sum(record.tokens for record in records),
+        "supervised_tokens": sum(record.supervised_tokens for record in records),
+        "facts": {"temperature": 0.7},
+    }
+    Manifest(**{**values, **changes}).write(folder)
+    return records
+
+
+def test_chats_come_back(tmp_path):
+    write(tmp_path)
+    store = TokenStore.open(tmp_path)
+    expected = [c for chats in CHATS for c in chats]
+    assert len(store) == 5 and store.keys == list("abcde")
+    assert store.lengths.dtype == np.int64 and store.lengths.tolist() == [7, 5, 9, 1, 4]
+    for index, made in enumerate(expected):
+        bare, full = store.chat(index), store.chat(index, features=True)
+        assert bare.key == full.key == made.key and bare.features is None
+        assert bare.ids.dtype == torch.int64 and torch.equal(bare.ids, made.ids) and torch.equal(bare.supervised, made.supervised)
+        assert torch.equal(full.features.taps_BTAD, made.features.taps_BTAD) and torch.equal(
+            full.features.final_BTD, made.features.final_BTD
+        )
+        assert full.features.taps_BTAD.dtype == torch.bfloat16
+    assert store.manifest.identity == IDENTITY and store.manifest.taps == TAPS and store.manifest.facts == {"temperature": 0.7}
+    assert (store.manifest.tokens, store.manifest.supervised_tokens) == (26, 4 + 4 + 1 + 1 + 2)
+    with pytest.raises(IndexError):
+        store.chat(5)
+
+
+def test_counts_and_requests(tmp_path):
+    write(tmp_path)
+    store = TokenStore.open(tmp_path)
+    supervised_V, other_V = store.counts()
+    plain = torch.zeros(2, 50, dtype=torch.int64)
+    for made in (c for chats in CHATS for c in chats):
+        for token, is_answer in zip(made.ids.tolist(), made.supervised.tolist(), strict=True):
+            plain[int(is_answer), token] += 1
+    assert torch.equal(supervised_V, plain[1]) and torch.equal(other_V, plain[0])
+    request = store.requests(17)[1]
+    assert (request.key, request.ids, request.limit) == ("b", tuple(CHATS[0][1].ids[:1].tolist()), 17)
+
+
+def test_store_travels_to_workers_and_keeps_few_files_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "OPEN_FILES", 1)
+    write(tmp_path)
+    store = TokenStore.open(tmp_path)
+    store.chat(0, features=True)
+    other = pickle.loads(pickle.dumps(store))
+    for index in (4, 0, 4):
+        assert torch.equal(other.chat(index, features=True).ids, store.chat(index, features=True).ids)
+    assert len(store._mapped) == 1
+
+
+def test_bytes_of_features_are_as_announced(tmp_path):
+    record = write(tmp_path)[0]
+    data = record.files["features-00000.safetensors"]["bytes"]
+    assert 0 <= data - record.tokens * feature_bytes(2, 4) < 400  # the rest is the header
+
+
+def test_unfinished_and_missing_stores_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"does not exist. Run `python -m data_prep`"):
+        TokenStore.open(tmp_path / "nowhere")
+    write(tmp_path)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"is not finished: it has no manifest.json"):
+        TokenStore.open(tmp_path)
+
+
+def test_half_written_shard_is_never_read(tmp_path):
+    write(tmp_path)
+    (tmp_path / "shard-00002.json").unlink()  # killed before the JSON: the other two files do not count
+    assert read_record(tmp_path, 2) is None
+    with pytest.raises(UserError, match="lacks shard 2 of 3"):
+        TokenStore.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokens-00000.safetensors", "features-00002.safetensors"])
+def test_truncated_file_is_refused_by_name(tmp_path, name):
+    write(tmp_path)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(data[:-3])
+    with pytest.raises(UserError, match=rf"{name} is damaged \({len(data) - 3} bytes instead of {len(data)}\); delete"):
+        TokenStore.open(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(UserError, match=f"{name} is damaged .0 bytes"):
+        TokenStore.open(tmp_path)
+
+
+def flip_last_byte(path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_flipped_bit_is_refused_by_name(tmp_path):
+    write(tmp_path)
+    flip_last_byte(tmp_path / "features-00000.safetensors")
+    store = TokenStore.open(tmp_path)
+    assert torch.equal(store.chat(0).ids, CHATS[0][0].ids)
+    with pytest.raises(UserError, match=r"features-00000.safetensors is damaged .its sha256"):
+        store.chat(1, features=True)
+    flip_last_byte(tmp_path / "tokens-00002.safetensors")
+    with pytest.raises(UserError, match=r"tokens-00002.safetensors is damaged .its sha256"):
+        TokenStore.open(tmp_path)
+
+
+def test_ledger_that_does_not_add_up_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="does not add up"):
+        write(tmp_path, rows={"in": 9, "kept": 5, "dropped": {"why": 3}})
+    assert not (tmp_path / "manifest.json").exists()
+
+
+def test_require_names_each_difference(tmp_path):
+    write(tmp_path)
+    store = TokenStore.open(tmp_path)
+    store.require(IDENTITY, (1, 3))
+    store.require(replace(IDENTITY, path="elsewhere/same-weights"))
+    for name, value in asdict(IDENTITY).items():
+        if name == "path":
+            continue
+        other = value + 1 if isinstance(value, int) else "other"
+        with pytest.raises(UserError, match=rf"\({value} there, {other} in the recipe\)"):
+            store.require(replace(IDENTITY, **{name: other}))
+    with pytest.raises(UserError) as error:
+        store.require(replace(IDENTITY, tokenizer="t9", template="c9"))
+    assert "the tokenizer (tok1 there, t9" in str(error.value) and "the chat template (tpl1 there, c9" in str(error.value)
+    with pytest.raises(
+        UserError,
+        match=r"holds features of layers \[1, 3\], but the recipe taps \[2, 3\].*set drafter.init_args.taps to \[1, 3\]",
+    ):
+        store.require(IDENTITY, (2, 3))
+
+
+def test_store_without_features_says_so(tmp_path):
+    write(tmp_path, [[chat("a", 5, 2, features=False)]], taps=None, feature_dtype=None)
+    store = TokenStore.open(tmp_path)
+    store.require(IDENTITY)
+    with pytest.raises(UserError, match=r"holds no features, but the recipe says data.features: stored"):
+        store.require(IDENTITY, (1, 3))
+    with pytest.raises(UserError, match="holds no features"):
+        store.chat(0, features=True)
+
+
+def test_shard_is_all_with_features_or_all_without(tmp_path):
+    with pytest.raises(ValueError, match="some chats"):
+        write_shard(tmp_path, 0, [chat("a", 3, 1), chat("b", 3, 1, features=False)], {"in": 2, "kept": 2, "dropped": {}})
+    assert read_record(tmp_path, 0) is None
