@@ -32,7 +32,7 @@ from drafttrain.validation.samples import Sample, sample
 from drafttrain.validation.summary import compare_simulation, defined, draft_vocabulary, summarize
 
 WARM_UP_TOKENS = 8
-COST_TOKENS = 24
+COST_TOKENS = 16
 SAMPLES = 3
 
 Methods = dict[str, Make]
