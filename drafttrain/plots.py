@@ -163,3 +163,4 @@ def _grouped_bars(axes: Axes, values: Mapping[str, Sequence[float | None]], grou
         )
         axes.bar_label(bars, labels=[f"{100 * h:.0f}" for _, h in present], padding=1, fontsize=7, color=FAINT)
     axes.set_xticks(range(first, first + groups))
+    axes.set_xlim(first - 0.5, first + groups - 0.5)
