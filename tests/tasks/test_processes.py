@@ -1,0 +1,103 @@
+"""Training in processes of its own: two ranks equal one, and a process that is told to stop, or killed, is resumed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import logged, make_run, start
+
+from drafttrain.tasks.checkpoints import find_last
+
+SCRIPT = Path(__file__).with_name("train_process.py")
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def launch(run, target, *tell: int, torchrun=False, **changes) -> subprocess.Popen:
+    """Starts training. It is ended after a minute, so that a deadlock fails a test and does not hang it."""
+    command = [
+        sys.executable,
+        *(TORCHRUN if torchrun else []),
+        str(SCRIPT),
+        str(run),
+        str(target),
+        json.dumps(changes),
+        *map(str, tell),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    watchdog = threading.Timer(60, process.terminate)
+    watchdog.daemon = True
+    watchdog.start()
+    return process
+
+
+def wait_for(process: subprocess.Popen, text: str) -> str:
+    """Reads until a line that contains the text."""
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(f"ended without saying {text!r}:\n{seen}")
+
+
+def finish(process: subprocess.Popen) -> str:
+    seen = process.stdout.read()
+    assert process.wait(60) == 0, seen
+    return seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["TERM", "KILL"])
+def test_a_process_that_was_stopped_goes_on_bit_for_bit(tmp_path, tiny_llama, target_folders, number):
+    target = target_folders("llama")
+    whole, broken = (make_run(tmp_path / name, tiny_llama) for name in ("whole", "broken"))
+    settings = {"trainer": {"max_steps": 400, "accumulate_grad_batches": 2, "log_every_n_steps": 1}, "checkpoint": {"every": 3}}
+    settings["optimizer"] = {"schedule": "constant"}
+    process = launch(broken, target, **settings)
+    wait_for(process, "step 8/400")
+    process.send_signal(number)
+    rest = process.stdout.read()
+    assert process.wait(60) == (0 if number == signal.SIGTERM else -signal.SIGKILL), rest
+    stopped = find_last(broken / "checkpoints").position.step
+    assert 6 <= stopped < 400
+    assert (f"stopped at step {stopped} of 400" in rest) == (number == signal.SIGTERM)
+
+    # A constant learning rate does not depend on max_steps, so a few more steps are enough to compare.
+    settings["trainer"]["max_steps"] = stopped + 4
+    start(broken, target, **settings)
+    start(whole, target, **settings)
+    wanted, found = logged(whole), logged(broken)
+    assert [found[step] for step in range(stopped + 1, stopped + 5)] == [wanted[step] for step in range(stopped + 1, stopped + 5)]
+
+
+def test_two_ranks_equal_two_accumulations(tmp_path, tiny_llama, target_folders):
+    """Losses, weights, metrics and tau. (float32 sums in another order, hence the tolerance.)"""
+    target = target_folders("llama")
+    alone, pair = (make_run(tmp_path / name, tiny_llama) for name in ("alone", "pair"))
+    settings = {"checkpoint": {"tau_prompts": 3, "tau_every": 2, "tau_tokens": 8}}
+    start(alone, target, **settings, trainer={"accumulate_grad_batches": 4})
+    finish(launch(pair, target, torchrun=True, **settings, trainer={"accumulate_grad_batches": 2, "strategy": "ddp"}))
+    for name in ("train/loss", "train/loss_depth_2", "train/top1_depth_1", "tokens_seen", "held_out/tau"):
+        assert logged(pair, name) == pytest.approx(logged(alone, name), rel=1e-5)
+    mine, theirs = (load_file(run / "checkpoints/last_drafter/drafter.safetensors") for run in (alone, pair))
+    assert all(torch.allclose(value, theirs[name], rtol=1e-4, atol=1e-5) for name, value in mine.items())
+    assert find_last(pair / "checkpoints").position == find_last(alone / "checkpoints").position
+
+
+def test_a_signal_that_one_rank_gets_stops_both_behind_the_same_step(tmp_path, tiny_llama, target_folders):
+    target = target_folders("llama")
+    whole, pair = (make_run(tmp_path / name, tiny_llama) for name in ("whole", "pair"))
+    settings = {"trainer": {"max_steps": 6, "accumulate_grad_batches": 2, "strategy": "ddp"}}
+    said = finish(launch(pair, target, 1, 3, torchrun=True, **settings))
+    assert "stopped at step 3 of 6" in said
+    assert find_last(pair / "checkpoints").position.rows == 12
+    start(pair, target, trainer={"max_steps": 6, "accumulate_grad_batches": 4})  # goes on with one process
+    start(whole, target, trainer={"max_steps": 6, "accumulate_grad_batches": 4})
+    assert logged(pair) == pytest.approx(logged(whole), rel=1e-5)
