@@ -1,7 +1,8 @@
 """The command line: `python -m drafttrain COMMAND --config RECIPE [--config HARDWARE] [--section.key value]`.
 
-Each command is one file in `commands/` that composes what it needs; only the file that is asked for is imported, so validating on a
-laptop never imports Lightning or DeepSpeed. Every error that a user can mend is printed as `error: ...`, and the exit code is 2.
+Each command is one file in `commands/` that composes what it needs. Only the file that is asked for is imported, so that
+validating on a laptop never imports Lightning or DeepSpeed. Every error that a user can mend is printed as `error: ...`, and the
+exit code is 2.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """The recipe: one YAML that says everything about a run.
 
 The fields of `Recipe` are the sections, the fields of their dataclasses the keys; there is no second schema. Files given later
-win, flags (`--section.key value`) win over files. `trainer:` is Lightning's own and is checked against its signature where a trainer
-is made (`trainer_section.py`), because importing Lightning takes seconds.
+win, flags (`--section.key value`) win over files. `trainer:` is Lightning's own and is checked against its signature where a
+trainer is made (`trainer_section.py`), because importing Lightning takes seconds.
 """
 
 import argparse

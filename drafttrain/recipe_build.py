@@ -35,7 +35,8 @@ def fields_of(cls: type) -> dict[str, tuple[Any, bool]]:
 def choices(base: type) -> dict[str, type]:
     """Class name -> class, for every class that a recipe may name where `base` is wanted."""
     found: dict[str, type] = {}
-    for subclass in type.__subclasses__(base):
+    subclasses: list[type] = type.__subclasses__(base)
+    for subclass in subclasses:
         if not inspect.isabstract(subclass):
             found[subclass.__name__] = subclass
         found.update(choices(subclass))
@@ -168,13 +169,9 @@ class Builder:
         return self.build(cls, given.get("init_args"), f"{place}.init_args")
 
     def _leaf(self, hint: Any, given: Any, place: str) -> Any:
-        if (
-            place in self.written.raw
-            and not isinstance(given, str)
-            and given is not None
-            and str in (hint, *typing.get_args(hint))
-        ):
-            given = self.written.raw[place]  # a text field takes what was typed, `123` too
+        typed = self.written.raw.get(place)
+        if typed is not None and given is not None and not isinstance(given, str) and takes_text(hint):
+            given = typed  # a text field takes `123` as it stands
         if (typing.get_origin(hint) or hint) is dict and isinstance(given, dict):
             return given  # free content: jsonargparse would look for classes in it
         parser = ArgumentParser(exit_on_error=False)
@@ -193,6 +190,11 @@ class Builder:
 def accepts_bool(hint: Any) -> bool:
     """Python takes True for 1; a recipe does not."""
     return hint in (bool, Any) or any(accepts_bool(a) for a in typing.get_args(hint)) or hint is dict or hint is object
+
+
+def takes_text(hint: Any) -> bool:
+    """Is this a text field, perhaps one that may be null?"""
+    return hint is str or (typing.get_origin(hint) in (typing.Union, types.UnionType) and str in typing.get_args(hint))
 
 
 def find_class(base: type, name: Any) -> type | None:

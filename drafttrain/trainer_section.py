@@ -34,30 +34,31 @@ def trainer_arguments(section: dict[str, Any], logs: Path) -> dict[str, Any]:
     hints = {key: hint for key, hint in get_type_hints(Trainer.__init__).items() if key not in ("return", *FROM_TORCHRUN, *OURS)}
     errors, arguments = [], {}
     for key, value in section.items():
-        if key in OURS:
-            errors.append(
-                f"trainer.{key} cannot be set: training ends by trainer.max_steps and does its own saving and showing; remove it."
-            )
+        if (refusal := _refusal(key, value, hints)) is not None:
+            errors.append(refusal)
             continue
-        if key not in hints:
-            errors.append(
-                f"unknown key 'trainer.{key}': {nearest(f'trainer.{key}', hints, [f'trainer.{known}' for known in hints])}"
-            )
-            continue
-        if (
-            key == "strategy"
-            and isinstance(value, str)
-            and value not in (names := ["auto", *StrategyRegistry.available_strategies()])
-        ):
-            errors.append(f"'trainer.strategy' is no strategy of Lightning: got {value!r}, known are {', '.join(names)}.")
-            continue
+        if key == "logger":
+            value = _with_save_dir(value, logs)
         try:
-            arguments[key] = _build(hints[key], _with_save_dir(value, logs) if key == "logger" else value)
+            arguments[key] = _build(hints[key], value)
         except (ArgumentError, ValueError, TypeError, ImportError) as error:
             errors.append(_sentence(f"trainer.{key}", hints[key], value, error))
     if errors:
         raise UserError("\n".join(errors))
     return arguments
+
+
+def _refusal(key: str, value: Any, hints: dict[str, Any]) -> str | None:
+    """Why a key cannot be there, or a strategy's name is none; None if all is well."""
+    if key in OURS:
+        return f"trainer.{key} cannot be set: training ends by trainer.max_steps and does its own saving and showing; remove it."
+    if key not in hints:
+        return f"unknown key 'trainer.{key}': {nearest(f'trainer.{key}', hints, [f'trainer.{known}' for known in hints])}"
+    if key == "strategy" and isinstance(value, str):
+        names = ["auto", *StrategyRegistry.available_strategies()]
+        if value not in names:
+            return f"'trainer.strategy' is no strategy of Lightning: got {value!r}, known are {', '.join(names)}."
+    return None
 
 
 def _build(hint: Any, value: Any) -> Any:

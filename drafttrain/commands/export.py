@@ -22,8 +22,6 @@ def run(recipe: Recipe, options: Options) -> None:
     for note in made["notes"]:
         print(f"note: {note}")
     size, gap = made["weights"]["bytes"], made["check"]["against_trained"]
-    print(
-        f"{folder.export}/: {size:,} bytes in {made['dtype']}; read back, its logits are within {gap:.1e} of the trained drafter's"
-    )
+    print(f"{folder.export}/: {size:,} bytes in {made['dtype']}; read back, logits within {gap:.1e} of the trained drafter's")
     if recipe.export.push:
         print(f"pushed: {push(folder.export, recipe.export.push, recipe.export.private)}")

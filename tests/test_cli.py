@@ -1,0 +1,268 @@
+"""The commands: from a recipe to a report on a tiny target, what each imports, and how errors leave the house."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from data_prep.__main__ import main as data_prep
+from drafttrain.cli import main, pairs
+from drafttrain.errors import UserError
+from drafttrain.files import RunLock
+from drafttrain.recipe import load_recipe
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = "lightning", "deepspeed", "datasets", "torchmetrics"
+
+
+def recipe_text(target: Path, prompts: Path) -> str:
+    """A run that takes seconds."""
+    return f"""\
+name: tiny
+target: {{path: {target}}}
+prepare:
+  prompts: [{{class_path: JsonlPrompts, init_args: {{path: {prompts}}}}}]
+  held_out: 3
+  max_prompt: 96
+  max_tokens: 16
+  held_out_max_tokens: 16
+  near_duplicate: 1.0
+drafter: {{class_path: Eagle3, init_args: {{taps: [0, 1, 3], depth: 2, draft_vocab: 200}}}}
+objective: {{class_path: SoftCrossEntropy}}
+data: {{features: stored, length: 96, rows: 2}}
+optimizer: {{lr: 1e-3, warmup_steps: 1}}
+checkpoint: {{tau_every: 2, tau_tokens: 8, drafts: 2}}
+trainer: {{max_steps: 2, strategy: auto}}
+validate: {{drafts: 2, max_tokens: 16}}
+"""
+
+
+@pytest.fixture(scope="module")
+def made(target_folders, tmp_path_factory):
+    """(recipe file, runs folder), with data, a trained drafter and its export."""
+    folder = tmp_path_factory.mktemp("cli")
+    rows = [{"messages": [{"role": "user", "content": f"what is {i} plus {7 * i % 13}{'?' * i}"}]} for i in range(15)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(recipe_text(target_folders("llama"), folder / "prompts.jsonl"))
+    flags = ["--config", str(recipe), "--runs", str(folder / "runs")]
+    assert data_prep(flags) == 0
+    assert main(["train", *flags]) == 0
+    assert main(["export", *flags]) == 0
+    return recipe, folder / "runs"
+
+
+def flags(made) -> list[str]:
+    return ["--config", str(made[0]), "--runs", str(made[1])]
+
+
+def loaded_after(command: list[str], code: int = 0) -> tuple[set[str], str]:
+    """Top-level packages in a fresh process behind a command of ours, and what it printed."""
+    program = f"import sys; from drafttrain.cli import main; code = main({command!r}); print('|' + ' '.join(sys.modules)); sys.exit(code)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == code, done.stderr
+    printed, _, names = done.stdout.rpartition("|")
+    return {name.split(".")[0] for name in names.split()}, printed + done.stderr
+
+
+def test_from_recipe_to_report(made):
+    loaded, printed = loaded_after(["validate", *flags(made)])
+    assert "drafter:" in printed and "lightning" not in loaded and "deepspeed" not in loaded
+    folder = made[1] / "tiny"
+    report = json.loads((folder / "report" / "validation.json").read_text())
+    assert report["lossless"] and report["prompts"] == 3 and len(report["acceptance_by_depth"]) == 2
+    assert report["methods"].keys() >= {"drafter", "lookup", "untrained"}
+    weights = json.loads((folder / "export" / "drafttrain.json").read_text())["weights"]["sha256"]
+    assert report["export_hash"] == weights
+    assert f"{report['tau']:.3f}" in (folder / "export" / "README.md").read_text()
+
+
+def test_run_folder_tells_what_made_it(made):
+    folder = made[1] / "tiny"
+    assert load_recipe([folder / "recipe.yaml"])[0].plain() == load_recipe([made[0]])[0].plain()
+    entries = json.loads((folder / "versions.json").read_text())
+    assert entries.keys() >= {"data_prep", "train", "export"}
+
+
+def test_card_forgets_a_report_about_other_weights(made):
+    card = made[1] / "tiny" / "export" / "README.md"
+    assert main(["validate", *flags(made)]) == 0
+    assert "Not validated yet" not in card.read_text()
+    assert main(["export", *flags(made)]) == 0  # the same weights: the report still speaks of them
+    assert "Not validated yet" not in card.read_text()
+    assert main(["export", *flags(made), "--export.dtype", "float32"]) == 0
+    assert "Not validated yet" in card.read_text()
+    assert main(["export", *flags(made)]) == 0
+
+
+@pytest.mark.parametrize("draft", [None, "checkpoints/best", "export"])
+def test_generate_answers_and_counts(made, capsys, draft):
+    extra = [] if draft is None else ["--draft", str(made[1] / "tiny" / draft)]
+    assert main(["generate", *flags(made), "--prompt", "hello there", *extra]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tokens in" in out and "tau" in out and "with 2 drafts" in out
+
+
+def test_generate_needs_words(made, capsys):
+    assert main(["generate", *flags(made)]) == 2
+    assert "--prompt" in capsys.readouterr().err
+
+
+def test_plan_prints_arithmetic_and_starts_nothing(made, tmp_path, capsys):
+    assert (
+        main(["plan", "--config", str(made[0]), "--runs", str(tmp_path / "runs"), "--trainer.accumulate_grad_batches", "4"]) == 0
+    )
+    out = capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+    assert "4 accumulations x 2 rows x 96 tokens = 768" in out and "epochs are known after data_prep" in out
+    shown = yaml.safe_load(out[: out.index("\nrun folder:")])
+    assert shown == yaml.safe_load(Path(made[1] / "tiny" / "recipe.yaml").read_text()) | {"trainer": shown["trainer"]}
+
+    assert main(["plan", *flags(made)]) == 0
+    out = capsys.readouterr().out
+    tokens = json.loads((made[1] / "tiny" / "data" / "train" / "manifest.json").read_text())["tokens"]
+    assert f"{tokens:,} tokens x (3 taps + 1) x 32 x 2 bytes" in out and "epochs of 12 chats" in out
+
+
+def test_plan_counts_the_parameters_that_are_trained(made, capsys):
+    from safetensors import safe_open
+
+    with safe_open(made[1] / "tiny" / "checkpoints" / "best" / "drafter.safetensors", "pt") as file:
+        trained = sum(file.get_tensor(name).numel() for name in file.keys() if name != "d2t")  # noqa: SIM118
+    assert main(["plan", *flags(made)]) == 0
+    assert f"parameters: {trained:,} trained, " in capsys.readouterr().out
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------
+
+
+def test_errors_are_sentences_with_exit_code_2_and_cost_no_heavy_import(made):
+    loaded, printed = loaded_after(["train", *flags(made), "--optimizer.lrr", "1"], code=2)
+    assert printed == "error: unknown key 'optimizer.lrr' (--optimizer.lrr): did you mean 'optimizer.lr'?\n"
+    assert not loaded & set(HEAVY)
+
+
+def test_help_costs_no_heavy_import():
+    loaded, printed = loaded_after(["plan", "--help"])
+    assert not loaded & set(HEAVY)
+    assert "--optimizer.lr" in printed and "--runs DIR" in printed
+
+
+def test_overview_and_unknown_command(capsys):
+    assert main([]) == 0 and "validate" in capsys.readouterr().out
+    assert main(["trian"]) == 2
+    assert capsys.readouterr().err == "error: no command 'trian': did you mean train?\n"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "words"),
+    [
+        ("trainer.max_stps", "3", "did you mean 'trainer.max_steps'?"),
+        ("trainer.max_steps", "many", "'trainer.max_steps' should be int, got 'many' (str)"),
+        ("trainer.strategy", "ddq", "got 'ddq', known are auto, ddp"),
+        ("trainer.strategy", "{class_path: NoStrategy}", "known are DDPStrategy"),
+        (
+            "trainer.strategy",
+            "{class_path: DDPStrategy, init_args: {bucket: 3}}",
+            "'trainer.strategy.init_args.bucket' is no argument",
+        ),
+        ("trainer.strategy", "deepspeed_stage_2", "needs an NVIDIA GPU"),
+        ("trainer.logger", "NoLogger", "known are"),
+        ("trainer.max_epochs", "3", "training ends by trainer.max_steps"),
+        ("trainer.devices", "2", "torchrun"),
+    ],
+)
+def test_trainer_section_is_checked_before_anything_loads(made, capsys, monkeypatch, flag, value, words):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert main(["plan", *flags(made), f"--{flag}", value]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_loggers_write_into_the_run_folder(tmp_path):
+    from drafttrain.trainer_section import trainer_arguments
+
+    for logger in ("CSVLogger", {"class_path": "lightning.pytorch.loggers.CSVLogger"}):
+        section = {"logger": logger}
+        assert trainer_arguments(section, tmp_path / "logs")["logger"].root_dir.startswith(str(tmp_path / "logs"))
+        assert section == {"logger": logger}  # the recipe that is written down stays as it was
+    elsewhere = {"class_path": "CSVLogger", "init_args": {"save_dir": str(tmp_path / "else")}}
+    assert "else" in trainer_arguments({"logger": elsewhere}, tmp_path / "logs")["logger"].root_dir
+
+
+def test_world_size_that_does_not_match_is_refused_before_loading(made, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert main(["train", *flags(made), "--target.path", "/does/not/exist"]) == 2
+    assert "WORLD_SIZE is 3 and LOCAL_WORLD_SIZE is 2" in capsys.readouterr().err
+
+
+def test_only_rank_0_speaks(made, capsys, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *flags(made), "--optimizer.lrr", "1"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["train", "export", "validate"])
+def test_two_runs_into_one_folder(made, capsys, command):
+    with RunLock(made[1] / "tiny"):
+        assert main([command, *flags(made)]) == 2
+    assert str(made[1] / "tiny") in capsys.readouterr().err
+
+
+def test_stages_out_of_order_name_the_stage_that_is_missing(made, tmp_path, capsys):
+    later = ["--config", str(made[0]), "--runs", str(tmp_path)]
+    for command, words in (("train", "data_prep"), ("export", "run train"), ("validate", "data_prep")):
+        assert main([command, *later]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["generate", *later, "--prompt", "x"]) == 2
+    assert "run train" in capsys.readouterr().err
+
+
+def test_taps_outside_the_target(made, capsys):
+    for command in (lambda f: main(["plan", *f]), data_prep):
+        assert command([*flags(made), "--drafter.init_args.taps", "[1, 99]"]) == 2
+        assert "[1, 99]" in capsys.readouterr().err
+
+
+def test_flags():
+    assert pairs(["--a.b", "1", "--c=--x", "--d", "-1"]) == [("a.b", "1"), ("c", "--x"), ("d", "-1")]
+    for rest, words in (
+        (["--a.b"], "needs a value"),
+        (["--a", "--b", "1"], "--a needs a value"),
+        (["stray"], "'stray' belongs to no flag"),
+    ):
+        with pytest.raises(UserError, match=words):
+            pairs(rest)
+
+
+# ---- launch/pipeline.sh ------------------------------------------------------------------------------------------------
+
+
+def pipeline(tmp_path: Path, fail: str, nproc: str) -> tuple[int, list[str]]:
+    """Exit code, and the commands that a stand-in for Python was called with."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/calls\ncase "$*" in *"{fail}"*) exit 7;; esac\n')
+    python.chmod(0o755)
+    environment = os.environ | {"PYTHON": str(python), "NPROC": nproc}
+    script = ROOT / "launch" / "pipeline.sh"
+    done = subprocess.run([script, "r.yaml", "--config", "hw.yaml"], env=environment, capture_output=True)
+    return done.returncode, (tmp_path / "calls").read_text().splitlines()
+
+
+def test_pipeline_runs_the_stages_in_order(tmp_path):
+    code, calls = pipeline(tmp_path, "nothing fails", "1")
+    rest = "--config r.yaml --config hw.yaml"
+    assert code == 0
+    assert calls == [f"-m data_prep {rest}", *(f"-m drafttrain {stage} {rest}" for stage in ("train", "export", "validate"))]
+
+
+def test_pipeline_stops_at_the_first_failure_with_its_code(tmp_path):
+    code, calls = pipeline(tmp_path, "drafttrain train", "4")
+    assert code == 7 and len(calls) == 2
+    assert calls[1].startswith("-m torch.distributed.run --standalone --nproc-per-node 4 -m drafttrain train --config r.yaml")

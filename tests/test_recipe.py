@@ -1,0 +1,248 @@
+"""Recipes: what is merged, what is refused, and that a refusal is one sentence naming what was typed."""
+
+from dataclasses import dataclass
+
+import pytest
+import yaml
+
+from drafttrain.drafters.base import DrafterConfig
+from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.errors import UserError
+from drafttrain.recipe import BASES, Recipe, build_recipe, load_recipe, sections_help
+from drafttrain.recipe_build import places
+from drafttrain.recipe_files import Written, load_value
+from drafttrain.run import Run, dump_yaml
+
+BASE = """\
+name: test
+target: {path: somewhere}
+prepare:
+  prompts:
+    - class_path: SelfPrompts
+      init_args: {count: 8}
+drafter:
+  class_path: Eagle3
+  init_args: {taps: [0, 1, 3], depth: 3, draft_vocab: 200}
+objective: {class_path: SoftCrossEntropy}
+optimizer:
+  lr: 6e-4
+trainer:
+  max_steps: 10
+"""
+
+
+@dataclass(frozen=True)
+class OtherDrafter(DrafterConfig):
+    """A drafter that only these tests know."""
+
+    width: int = 8
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a YAML file and returns its path."""
+
+    def make(text, name="base.yaml"):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return make
+
+
+@pytest.fixture
+def base(write):
+    return write(BASE)
+
+
+def refused(configs, *overrides) -> str:
+    with pytest.raises(UserError) as caught:
+        load_recipe(configs, overrides)
+    return str(caught.value)
+
+
+def test_files_are_merged_deeply_and_flags_win(base, write):
+    top = write("optimizer: {warmup_steps: 7}\ntrainer: {precision: bf16-mixed, max_steps: 20}\n", "top.yaml")
+    recipe, notes = load_recipe([base, top], [("trainer.max_steps", "30"), ("drafter.init_args.taps", "[1, 2]")])
+    assert recipe.optimizer.lr == 6e-4 and recipe.optimizer.warmup_steps == 7
+    assert recipe.trainer == {"max_steps": 30, "precision": "bf16-mixed"}
+    assert recipe.drafter == Eagle3(taps=[1, 2], depth=3, draft_vocab=200)
+    assert notes == []
+
+
+@pytest.mark.parametrize("text", ["6e-4", "6.0e-4", "0.0006", "6E-4", "+.0006"])
+def test_numbers_as_people_write_them(text, base):
+    assert load_recipe([base], [("optimizer.lr", text)])[0].optimizer.lr == 6e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("12", 12),
+        ("1e3", 1000.0),
+        ("true", True),
+        ("null", None),
+        ("[1, 14]", [1, 14]),
+        ("00:12:00:00", "00:12:00:00"),
+        ("2026-01-01", "2026-01-01"),
+    ],
+)
+def test_values(text, value):
+    assert load_value(text) == value and type(load_value(text)) is type(value)
+
+
+def test_text_stays_text_on_the_command_line(base):
+    recipe, _ = load_recipe([base], [("name", "123"), ("target.revision", "1e5")])
+    assert recipe.name == "123" and recipe.target.revision == "1e5"
+
+
+def test_resolved_recipe_reads_back(base):
+    recipe, _ = load_recipe([base], [("prepare.temperature", "0.25")])
+    text = dump_yaml(recipe.plain())
+    again = build_recipe(Written(tree=yaml.safe_load(text)))
+    assert dump_yaml(again.plain()) == text
+    assert again.drafter == recipe.drafter and again.prepare == recipe.prepare and again.optimizer.lr == 6e-4
+
+
+def test_run_folder_records_recipe_and_versions(base, tmp_path):
+    recipe, _ = load_recipe([base])
+    run = Run(tmp_path / "runs" / recipe.name)
+    run.record("train", recipe.plain(), world=4)
+    run.record("export", recipe.plain())
+    assert load_recipe([run.folder / "recipe.yaml"])[0].plain() == recipe.plain()
+    entries = load_recipe_versions(run)
+    assert (entries["train"]["world"], entries["export"]["world"]) == (4, 1)
+    assert entries["train"]["packages"]["torch"]
+
+
+def load_recipe_versions(run):
+    return yaml.safe_load((run.folder / "versions.json").read_text())
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("optimizer.lrr", "optimizer.lr"),
+        ("optimzer.lr", "optimizer.lr"),
+        ("lr", "optimizer.lr"),
+        ("drafter.taps", "drafter.init_args.taps"),
+        ("drafter.init_args.dept", "drafter.init_args.depth"),
+        ("target.pathh", "target.path"),
+        ("validate.max_token", "validate.max_tokens"),
+    ],
+)
+def test_misspelt_key_is_named_as_typed_with_the_nearest(typed, meant, base):
+    sentence = refused([base], (typed, "1"))
+    assert f"'{typed}'" in sentence and f"did you mean '{meant}'?" in sentence and "\n" not in sentence
+
+
+def test_misspelt_key_in_a_file_has_its_line(write):
+    path = write(BASE.replace("  lr: 6e-4", "  lr: 6e-4\n  warmup: 3"))
+    assert f"'optimizer.warmup' ({path} line 13): did you mean 'optimizer.warmup_steps'?" in refused([path])
+
+
+def test_key_without_a_neighbour_gets_the_list(base):
+    assert "the sections: name, target, prepare" in refused([base], ("zzz", "1"))
+
+
+def test_key_inside_a_prompt_source(write):
+    sentence = refused([write(BASE.replace("{count: 8}", "{cout: 8}"))])
+    assert "'prepare.prompts[0].init_args.cout'" in sentence and "'prepare.prompts[0].init_args.count'" in sentence
+
+
+def test_unknown_class_gets_the_list(base):
+    sentence = refused([base], ("drafter.class_path", "Eagle4"))
+    assert "'Eagle4'" in sentence and "Eagle3" in sentence and "OtherDrafter" in sentence
+    assert "known are" in refused([base], ("drafter.class_path", "no.such.module.Drafter"))
+    assert "JsonlPrompts, SelfPrompts" in refused([base], ("prepare.prompts", "[{class_path: Jsonl}]"))
+
+
+def test_a_class_of_the_wrong_kind_is_refused(base):
+    assert "names no drafter" in refused([base], ("drafter.class_path", "drafttrain.losses.SoftCrossEntropy"))
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "wanted"),
+    [
+        ("optimizer.lr", "abc", "float, got 'abc' (str)"),
+        ("data.length", "2.5", "int, got 2.5 (float)"),
+        ("drafter.init_args.taps", "3", "a list of int, got 3 (int)"),
+        ("drafter.init_args.depth", "true", "int, got True (bool)"),
+        ("target.trust_remote_code", "3", "bool, got 3 (int)"),
+        ("drafter.init_args.draft_vocab", "many", "int or null, got 'many' (str)"),
+        ("optimizer", "3", "keys (lr,"),
+        ("prepare.prompts", "3", "a list of prompt sources"),
+        ("trainer", "3", "keys and values, got 3 (int)"),
+    ],
+)
+def test_wrong_type_says_got_and_wanted(place, value, wanted, base):
+    sentence = refused([base], (place, value))
+    assert f"'{place}' (--{place})" in sentence and wanted in sentence and "\n" not in sentence
+
+
+def test_missing_keys_are_all_named(write):
+    sentence = refused([write("optimizer: {lr: 1.0}\n")])
+    for place in ("name", "target.path", "drafter.class_path", "objective.class_path", "prepare.prompts"):
+        assert f"'{place}' is missing" in sentence
+
+
+def test_several_faults_are_reported_together(base):
+    lines = refused([base], ("optimizer.lrr", "1"), ("data.rows", "x"), ("drafter.init_args.depth", "0")).splitlines()
+    assert len(lines) == 3 and "lrr" in lines[0] + lines[1] + lines[2]
+
+
+def test_a_dataclass_that_refuses_its_values_is_heard(base):
+    assert "a drafter drafts at least 1 token" in refused([base], ("drafter.init_args.depth", "0"))
+
+
+def test_duplicate_keys_are_refused_with_lines(write):
+    path = write(BASE + "optimizer:\n  lr: 1.0\n")
+    assert f"{path}: 'optimizer' is written twice, in lines 11 and 15" in refused([path])
+    path = write(BASE.replace("  lr: 6e-4", "  lr: 6e-4\n  lr: 7e-4"))
+    assert "'optimizer.lr' is written twice, in lines 12 and 13" in refused([path])
+
+
+def test_dropped_arguments_of_a_changed_class_are_announced(base, write):
+    recipe, notes = load_recipe([base], [("drafter", "OtherDrafter")])
+    assert recipe.drafter == OtherDrafter()
+    assert notes == ["drafter is now OtherDrafter (--drafter): the arguments of Eagle3 are dropped (taps, depth, draft_vocab)."]
+    top = write("drafter: {class_path: OtherDrafter, init_args: {width: 3}}\n", "top.yaml")
+    recipe, notes = load_recipe([base, top])
+    assert recipe.drafter == OtherDrafter(3) and "dropped" in notes[0] and str(top) in notes[0]
+
+
+def test_the_same_class_by_its_full_name_keeps_its_arguments(base):
+    recipe, notes = load_recipe([base], [("drafter.class_path", "drafttrain.drafters.eagle3.Eagle3")])
+    assert recipe.drafter == Eagle3(taps=[0, 1, 3], depth=3, draft_vocab=200) and notes == []
+
+
+def test_missing_and_broken_files(write, tmp_path):
+    assert "nope.yaml: no such file" in refused([tmp_path / "nope.yaml"])
+    assert "in line 2" in refused([write("a: [1\nb: {")])
+    assert "should hold sections" in refused([write("- 1\n")])
+    assert "no recipe: pass --config" in refused([])
+
+
+@pytest.mark.parametrize("key", ["devices", "num_nodes", "accelerator", "use_distributed_sampler"])
+def test_devices_belong_to_torchrun(key, base):
+    sentence = refused([base], (f"trainer.{key}", "2"))
+    assert f"trainer.{key}" in sentence and "torchrun" in sentence
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "", ".hidden", "a b"])
+def test_name_becomes_a_folder(name, base):
+    assert "becomes a folder" in refused([base], ("name", f"'{name}'"))
+
+
+# ---- help --------------------------------------------------------------------------------------------------------------
+
+
+def test_help_shows_every_key_with_its_docstring():
+    text = sections_help()
+    for place in places(Recipe, "", BASES):
+        if place not in ("name", "trainer", "prepare.prompts") and not place.endswith("class_path"):
+            assert f"--{place} " in text, place
+    assert "Peak learning rate." in text and "SelfPrompts" in text and "class_path: Eagle3" in text
+    assert ".help" not in text
