@@ -3,17 +3,29 @@
 #   launch/pipeline.sh RECIPE [--config recipes/hardware/zero2.yaml] [--section.key value] ...
 #   NPROC=8      processes that train on this machine (torchrun); 1 if not set
 #   PYTHON=exe   the Python of the environment; python if not set
-set -euo pipefail
+# It ends at the first stage that fails, with its exit code. TERM is passed on, and no further stage begins after TERM or Ctrl-C.
+set -uo pipefail
 [ $# -ge 1 ] || { echo "usage: $0 RECIPE [--config HARDWARE] [--section.key value] ..." >&2; exit 2; }
 recipe=$1; shift
 python=${PYTHON:-python}
-if [ "${NPROC:-1}" -gt 1 ]; then
-  train=("$python" -m torch.distributed.run --standalone --nproc-per-node "$NPROC" -m drafttrain train)
-else
-  train=("$python" -m drafttrain train)
-fi
+launch=("$python")
+[ "${NPROC:-1}" -le 1 ] || launch=("$python" -m torch.distributed.run --standalone --nproc-per-node "$NPROC")
 
-echo "== data_prep"; "$python" -m data_prep --config "$recipe" "$@"
-echo "== train";     "${train[@]}" --config "$recipe" "$@"
-echo "== export";    "$python" -m drafttrain export --config "$recipe" "$@"
-echo "== validate";  "$python" -m drafttrain validate --config "$recipe" "$@"
+child= stopped=0
+trap 'stopped=143; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM
+trap 'stopped=130' INT # the terminal has told the stage already
+
+stage() { # name, command ...: in the background, so that a signal is heard at once
+  echo "== $1"; shift
+  (trap - INT TERM; exec "$@") &
+  child=$!
+  wait "$child"; local code=$?
+  while kill -0 "$child" 2>/dev/null; do wait "$child"; code=$?; done # a signal ended the wait, not the stage
+  [ "$stopped" -eq 0 ] || exit "$stopped"
+  [ "$code" -eq 0 ] || exit "$code"
+}
+
+stage data_prep "$python" -m data_prep --config "$recipe" "$@"
+stage train "${launch[@]}" -m drafttrain train --config "$recipe" "$@"
+stage export "$python" -m drafttrain export --config "$recipe" "$@"
+stage validate "$python" -m drafttrain validate --config "$recipe" "$@"

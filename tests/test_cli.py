@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -266,3 +268,33 @@ def test_pipeline_stops_at_the_first_failure_with_its_code(tmp_path):
     code, calls = pipeline(tmp_path, "drafttrain train", "4")
     assert code == 7 and len(calls) == 2
     assert calls[1].startswith("-m torch.distributed.run --standalone --nproc-per-node 4 -m drafttrain train --config r.yaml")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_pipeline_passes_a_stop_on_and_begins_no_further_stage(tmp_path, number, code):
+    """The stage saves and exits 0, as training does; the pipeline ends all the same."""
+    python = tmp_path / "python"
+    python.write_text(
+        f"#!{sys.executable}\nimport signal, sys, time\n"
+        f"def stop(number, _): open('{tmp_path}/heard', 'a').write(str(number)); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, stop); signal.signal(signal.SIGINT, stop)\n"
+        f"open('{tmp_path}/calls', 'a').write('x')\ntime.sleep(30)\n"
+    )
+    python.chmod(0o755)
+    script = [str(ROOT / "launch" / "pipeline.sh"), "r.yaml"]
+    process = subprocess.Popen(
+        script, env=os.environ | {"PYTHON": str(python)}, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "calls").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # a terminal tells everybody
+        else:
+            process.send_signal(number)
+        assert process.wait(20) == code
+    finally:
+        process.kill()
+    assert (tmp_path / "heard").read_text() == str(int(number))
+    assert (tmp_path / "calls").read_text() == "x"
