@@ -44,4 +44,3 @@ def run(recipe: Recipe, options: Options) -> None:
             )
         finally:
             refresh_card(folder)
-    print(f"{folder.report}/: README.md, validation.json, tokens.jsonl, plots")
