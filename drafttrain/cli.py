@@ -9,7 +9,8 @@ import argparse
 import difflib
 import importlib
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +18,7 @@ from drafttrain.errors import UserError
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe, load_recipe, sections_help
 from drafttrain.run import Run
-from drafttrain.topology import speaks
+from drafttrain.topology import rank, speaks
 
 COMMANDS = {
     "train": "train the drafter (under torchrun for several processes); goes on from the last checkpoint",
@@ -26,6 +27,8 @@ COMMANDS = {
     "generate": "answer a --prompt, the tokens that the drafter guessed in colour",
     "plan": "print the resolved recipe and its arithmetic; starts nothing",
 }
+GRACE_S = 3.0
+"""How long a rank other than 0 waits before it speaks; torchrun looks after its processes every 0.1 s."""
 EXAMPLE = "recipes/smollm2-135m/eagle3.yaml"
 
 
@@ -39,14 +42,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: _main(list(sys.argv[1:] if argv is None else argv)))
 
 
-def guarded(run) -> int:
-    """Run something; a UserError becomes lines on stderr (of rank 0) and exit code 2, Ctrl-C 130."""
+def guarded(run: Callable[[], None]) -> int:
+    """Run something; a UserError becomes lines on stderr and exit code 2, Ctrl-C 130.
+
+    Of an error that all ranks share only rank 0 speaks: torchrun ends the others within their grace. One that a single rank has
+    would otherwise be lost, so that rank speaks after it.
+    """
     try:
         run()
     except UserError as error:
-        if speaks():
-            for sentence in str(error).splitlines():
-                print(f"error: {sentence}", file=sys.stderr)
+        if not speaks():
+            time.sleep(GRACE_S)
+        who = "error" if speaks() else f"error (rank {rank()})"
+        for sentence in str(error).splitlines():
+            print(f"{who}: {sentence}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

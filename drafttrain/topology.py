@@ -92,6 +92,11 @@ def uses_deepspeed(strategy: Any) -> bool:
     return isinstance(name, str) and "deepspeed" in name.lower()
 
 
+def rank(environ: Mapping[str, str] = os.environ) -> str:
+    """RANK as it stands in the environment, for messages."""
+    return environ.get("RANK", "0")
+
+
 def speaks(environ: Mapping[str, str] = os.environ) -> bool:
     """May this process print what all of them would? False on ranks 1, 2, ...; True if the environment makes no sense."""
     try:

@@ -203,11 +203,16 @@ def test_world_size_that_does_not_match_is_refused_before_loading(made, capsys, 
     assert "WORLD_SIZE is 3 and LOCAL_WORLD_SIZE is 2" in capsys.readouterr().err
 
 
-def test_only_rank_0_speaks(made, capsys, monkeypatch):
+def test_rank_0_speaks_first(made, capsys, monkeypatch):
+    """The others wait, so that torchrun has ended them when all of them have the same to say."""
+    waited = []
+    monkeypatch.setattr("drafttrain.cli.time.sleep", waited.append)
+    assert main(["train", *flags(made), "--optimizer.lrr", "1"]) == 2
+    assert capsys.readouterr().err.startswith("error: ") and not waited
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["train", *flags(made), "--optimizer.lrr", "1"]) == 2
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err.startswith("error (rank 1): ") and waited
 
 
 @pytest.mark.parametrize("command", ["train", "export", "validate"])
@@ -230,6 +235,11 @@ def test_taps_outside_the_target(made, capsys):
     for command in (lambda f: main(["plan", *f]), data_prep):
         assert command([*flags(made), "--drafter.init_args.taps", "[1, 99]"]) == 2
         assert "[1, 99]" in capsys.readouterr().err
+
+
+def test_push_names_a_repository(made, capsys):
+    assert main(["export", *flags(made), "--push", "no-owner"]) == 2
+    assert "export.push is 'no-owner'" in capsys.readouterr().err
 
 
 def test_flags():
