@@ -47,7 +47,7 @@ class Chats:
 
 
 def read_chats(store: TokenStore, limit: int) -> Chats:
-    """Looks at every chat once. `limit`: most tokens of one chat (the row, or what the target can read). UserError if none is left."""
+    """Looks at every chat once. `limit`: most tokens of a chat (a row, or what the target can read). UserError if none is left."""
     which, lengths = [], []
     cut = cut_tokens = cut_supervised = 0
     for index in range(len(store)):
@@ -62,8 +62,8 @@ def read_chats(store: TokenStore, limit: int) -> Chats:
             lengths.append(len(supervised_T))
     if not which:
         raise UserError(
-            f"There are no supervised tokens to learn from: none of the {len(store)} chats has two neighbouring tokens written by the "
-            f"target within its first {limit} tokens; check the answers of data_prep, or raise data.length."
+            f"There are no supervised tokens to learn from: none of the {len(store)} chats has two neighbouring tokens "
+            f"written by the target within its first {limit} tokens; check the answers of data_prep, or raise data.length."
         )
     return Chats(
         np.asarray(which, dtype=np.int64),
@@ -78,7 +78,7 @@ def read_chats(store: TokenStore, limit: int) -> Chats:
 def pack(lengths: Sequence[int], room: int, open_rows: int = OPEN_ROWS) -> list[list[int]]:
     """Packs items, in the order given, into rows of `room` tokens: first fit over a few open rows.
 
-    Returns rows of item numbers; every item is in exactly one row, and a row never holds more than `room`. No length may exceed `room`.
+    Returns rows of item numbers; every item is in exactly one row, and no row holds more than `room` (nor may any length exceed it).
     """
     closed: list[list[int]] = []
     rows: list[list[int]] = []

@@ -4,8 +4,8 @@
     micro-batch a of rank r  =  its slice number  a * world + r
 
 so a window holds the same chats however it is shared out (1 process x 8 accumulations = 8 processes x 1), and a run continues
-rightly with another number of processes. What each term of the loss is divided by is known before the first micro-batch of a window
-runs, because layouts follow from the data alone: this rank's counts for the whole window come with that first micro-batch.
+rightly with another number of processes. What each term of the loss is divided by is known before the first micro-batch of a
+window runs, because layouts follow from the data alone: this rank's counts for the whole window come with that first micro-batch.
 
 Shapes: B rows of a micro-batch, T tokens of a row, A taps, D target width.
 """
@@ -100,7 +100,7 @@ class MicroBatch:
         return MicroBatch(self.sequences.to(device), features, self.layout.to(device), self.micro, self.last, self.window)
 
     def pin_memory(self) -> "MicroBatch":
-        """The same in page-locked memory, so that the copy to a GPU does not wait for the work queued there. DataLoader calls it."""
+        """The same in page-locked memory, so that copying to a GPU does not wait for the work queued there. DataLoader calls it."""
         features = None if self.features is None else _pinned(self.features)
         return MicroBatch(_pinned(self.sequences), features, _pinned(self.layout), self.micro, self.last, self.window)
 
@@ -203,16 +203,18 @@ def make_loader(stream: WindowStream, workers: int, pin: bool) -> DataLoader:
 
 def plan_arithmetic(chats: Chats, share: Share, length: int, max_steps: int, padding: float) -> list[str]:
     """Sentences that say how many tokens a run will see, and what was left out. `padding`: share of the first epoch's rows."""
-    window, filled = share.window_rows * length, 1 - padding
-    seen = max_steps * window * filled
+    window, processes = share.window_rows * length, "process" if share.world == 1 else "processes"
+    seen = max_steps * window * (1 - padding)
     lines = [
-        f"tokens/step: {share.world} process{'' if share.world == 1 else 'es'} x {share.accumulate} accumulations x {share.rows} rows x {length} tokens = {window:,}"
-        f" (of which about {padding:.1%} padding)",
-        f"{max_steps:,} steps see about {seen:,.0f} tokens = {seen / chats.tokens:.2f} epochs of {len(chats):,} chats, {chats.tokens:,} tokens",
+        f"tokens/step: {share.world} {processes} x {share.accumulate} accumulations x {share.rows} rows x {length} tokens = {window:,} "
+        f"(of which about {padding:.1%} padding)",
+        f"{max_steps:,} steps see about {seen:,.0f} tokens = {seen / chats.tokens:.2f} epochs of {len(chats):,} chats, "
+        f"{chats.tokens:,} tokens",
     ]
     if chats.cut:
         lines.append(
-            f"{chats.cut:,} chats are longer than a row and were cut: {chats.cut_tokens:,} tokens lost, {chats.cut_supervised:,} of them supervised"
+            f"{chats.cut:,} chats are longer than a row and were cut: {chats.cut_tokens:,} tokens lost, "
+            f"{chats.cut_supervised:,} of them supervised"
         )
     if chats.left_out:
         lines.append(f"{chats.left_out:,} chats have no two neighbouring supervised tokens and are left out")

@@ -1,4 +1,4 @@
-"""What the recipe says about checkpoints and about measuring the drafter while it trains. No heavy imports: the parser reads this."""
+"""What the recipe says about checkpoints and about measuring the drafter while it trains. The parser reads this: no heavy imports."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,8 @@
 """What happens at the end of an optimizer step, in this order: count, log, measure tau, save, stop.
 
-One callback rather than five, because the order matters: nothing is saved before the loss was seen to be finite, the step that ends
-a run is measured before it is saved, and a stop that the ranks agreed on at the beginning of the window is obeyed behind its save.
+One callback rather than five, because the order matters: nothing is saved before the loss was seen to be finite, the step that
+ends a run is measured before it is saved, and a stop that the ranks agreed on at the beginning of the window is obeyed behind its
+save.
 """
 
 import time

@@ -5,8 +5,8 @@
     terms    = objective.terms(drafted, student, teacher)                  sums, each with a coefficient
     loss     = sum_terms coefficient * sum * world * accumulate / count of the whole window over all ranks
 
-Lightning and DeepSpeed divide by the accumulation and average over ranks; the two factors undo that, so the gradient of a window is
-that of sum_terms coefficient * (sum over the window) / (count over the window), however the window is shared out.
+Trainers divide by the accumulation and average over ranks; the two factors undo that, so the gradient of a window is that of
+sum_terms coefficient * (sum over the window) / (count over the window), however the window is shared out.
 
 Shapes: B rows, T tokens, N scored elements, H drafter width, M teacher rows, D target width, V draft vocabulary.
 """
@@ -25,6 +25,7 @@ from drafttrain.losses import Objective
 from drafttrain.target.target import Target
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer
 from drafttrain.tasks.stop import StopSignal
+from drafttrain.tasks.weights import keep_buffers, restore_buffers
 from drafttrain.tasks.window import Meter, Window, all_reduce
 from drafttrain.types import Features
 
@@ -87,7 +88,7 @@ class DistillTask(pl.LightningModule):
         loss = torch.stack(parts).sum()
         self._watch(loss.detach())
         self.meter.add({"loss": loss} | {f"loss_{name}": term.sum for name, term in terms.items()} | metrics)
-        return loss * (self.share.world * self.share.accumulate)
+        return loss * self._undo()
 
     def close_window(self) -> dict[str, float]:
         """Counts a finished optimizer step. Returns the window's totals over all ranks. UserError if it had nothing to learn."""
@@ -95,8 +96,9 @@ class DistillTask(pl.LightningModule):
         totals = self.window.totals()
         if not any(totals[name] for name in self.terms):
             raise UserError(
-                f"Step {self.position.step + 1} had no supervised tokens to learn from ({totals['tokens']:.0f} tokens, {totals['dropped']:.0f} labels "
-                "outside the draft vocabulary); raise drafter.init_args.draft_vocab, data.length or trainer.accumulate_grad_batches."
+                f"Step {self.position.step + 1} had no supervised tokens to learn from ({totals['tokens']:.0f} tokens, "
+                f"{totals['dropped']:.0f} labels outside the draft vocabulary); raise drafter.init_args.draft_vocab, data.length or "
+                "trainer.accumulate_grad_batches."
             )
         self.position.step += 1
         self.position.rows += self.share.window_rows
@@ -113,6 +115,12 @@ class DistillTask(pl.LightningModule):
                 f"The loss was not finite at step {first}, so training stopped and the last checkpoint, made before it, is kept; "
                 "lower optimizer.lr, raise optimizer.warmup_steps or set trainer.gradient_clip_val to 0.5, and start again."
             )
+
+    def setup(self, stage: str) -> None:
+        self._kept_buffers = keep_buffers(self.net)
+
+    def on_train_start(self) -> None:
+        restore_buffers(self.net, self._kept_buffers)
 
     def lr(self, step: int) -> float:
         """Learning rate of a step (0, 1, ...)."""
@@ -133,6 +141,13 @@ class DistillTask(pl.LightningModule):
         done = self.position.step * self.share.accumulate
         for counter in (progress["total"], progress["current"]):
             counter.update(ready=done, started=done, processed=done, completed=done - 1)
+
+    def _undo(self) -> int:
+        """What the trainer divides a micro-step's loss by. With DeepSpeed (0.19) that is the accumulation twice: Lightning (2.6)
+        divides by it for every strategy, and the engine's backward divides once more."""
+        accumulate = self.share.accumulate
+        engine = accumulate if self.trainer.strategy.handles_gradient_accumulation else 1
+        return self.share.world * accumulate * engine
 
     def _open_window(self, local: dict[str, float]) -> None:
         """The window's all-reduce, and its random stream: a function of (seed, step, rank), so there is no state to save."""

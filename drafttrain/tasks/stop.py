@@ -1,8 +1,8 @@
 """A wish to stop, heard at once and acted upon at the end of an optimizer step.
 
 Lightning's own TERM handler stops behind *any* micro-batch (the gradients of half a window are lost), broadcasts from inside the
-signal handler (which mismatches collectives when one rank alone is told), and synchronises the host at every micro-batch to look for
-the flag. Here the flag travels with the counts that a window all-reduces anyway, so all ranks agree on the same step.
+signal handler (which mismatches collectives when one rank alone is told), and synchronises the host at every micro-batch to look
+for the flag. Here the flag travels with the counts that a window all-reduces anyway, so all ranks agree on the same step.
 """
 
 import signal

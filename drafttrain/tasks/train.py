@@ -228,8 +228,8 @@ def _held_out(run_folder: Path, target: Target, config: CheckpointConfig) -> lis
     requests = [request for request in store.requests(config.tau_tokens) if len(request.ids) <= room]
     if not requests:
         raise UserError(
-            f"{store.folder}/ has no prompt that leaves room for {config.tau_tokens} tokens within the target's {target.max_positions} positions; "
-            "lower checkpoint.tau_tokens, or set checkpoint.tau_prompts to 0 to train without measuring tau."
+            f"{store.folder}/ has no prompt that leaves room for {config.tau_tokens} tokens within the target's {target.max_positions} "
+            "positions; lower checkpoint.tau_tokens, or set checkpoint.tau_prompts to 0 to train without measuring tau."
         )
     return requests[: config.tau_prompts]
 
@@ -245,9 +245,8 @@ def _fit(
 ) -> None:
     """Composes Lightning's Trainer and runs it."""
     _quiet()
-    arguments = {
-        "accelerator": topology.accelerator, "devices": topology.local, "num_nodes": topology.nodes, "use_distributed_sampler": False,
-    } | sections.trainer | OURS  # fmt: skip
+    devices = {"accelerator": topology.accelerator, "devices": topology.local, "num_nodes": topology.nodes}
+    arguments = devices | {"use_distributed_sampler": False} | sections.trainer | OURS
     arguments.setdefault("logger", CSVLogger(run_folder / "logs", name=""))
     reporter = Reporter(task.position.step, sections.max_steps, shown=topology.rank == 0)
     extra = arguments.pop("callbacks", None) or []
@@ -255,6 +254,8 @@ def _fit(
     take_over_signals(trainer)
     if uses_deepspeed(trainer):  # its guess looks for a batch size in the loader, which has none
         trainer.strategy.config.setdefault("train_micro_batch_size_per_gpu", sections.data.rows)
+    if saved is not None:
+        _require_same_keeper(saved, task.share, uses_deepspeed(trainer))
     loader = make_loader(stream, sections.data.workers, pin=topology.accelerator == "gpu")
     try:
         trainer.fit(task, loader, ckpt_path=None if saved is None else str(saved.state), weights_only=True)
@@ -262,6 +263,21 @@ def _fit(
         reporter.close()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _require_same_keeper(saved: Saved, share: Share, deepspeed: bool) -> None:
+    """UserError if the state on disk was written by another kind of strategy, or by DeepSpeed with another number of processes."""
+    kinds = {True: "DeepSpeed", False: "a strategy other than DeepSpeed"}
+    if saved.state.is_dir() != deepspeed:
+        raise UserError(
+            f"{saved.folder} was saved with {kinds[saved.state.is_dir()]}, but trainer.strategy is now {kinds[deepspeed]}, which cannot read it; "
+            "use the hardware recipe of before, or give the run another `name`."
+        )
+    if deepspeed and saved.share["world"] != share.world:
+        raise UserError(
+            f"{saved.folder} holds one piece of DeepSpeed's optimizer for each of {saved.share['world']} processes, but {share.world} were "
+            f"started; start {saved.share['world']}, or give the run another `name`."
+        )
 
 
 def _quiet() -> None:

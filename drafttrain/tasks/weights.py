@@ -1,7 +1,7 @@
 """The drafter's whole weights, wherever the strategy keeps them.
 
-DDP holds the whole net in every process. DeepSpeed may hold bf16 copies of weights whose fp32 masters live in its optimizer, cut over
-the ranks (ZeRO-1, -2), or hold no whole weight anywhere (ZeRO-3). What is saved and measured is the fp32 master.
+DDP holds the whole net in every process. DeepSpeed may hold bf16 copies of weights whose fp32 masters live in its optimizer, cut
+over the ranks (ZeRO-1, -2), or hold no whole weight anywhere (ZeRO-3). What is saved and measured is the fp32 master.
 """
 
 from collections.abc import Callable
@@ -33,17 +33,32 @@ def whole_net(trainer, net: DrafterNet, build: Callable[[], DrafterNet]) -> Draf
 
 def _masters(net: nn.Module) -> dict[str, Tensor]:
     """fp32 weights gathered from DeepSpeed's optimizer, and frozen ones as they are. A collective: every rank takes part."""
+    import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
-    from deepspeed.zero import GatheredParameters
 
     found: dict[str, Tensor] = {}
     for name, weight in net.named_parameters():
         master = safe_get_full_fp32_param(weight) if weight.requires_grad else None
         if master is None:
-            with GatheredParameters([weight]):
+            with deepspeed.zero.GatheredParameters([weight]):
                 master = weight.detach().float().clone()
         found[name] = master.detach().cpu()
     return found
+
+
+def keep_buffers(net: nn.Module) -> dict[str, Tensor]:
+    """The net's floating-point buffers as they are now."""
+    return {name: buffer.clone() for name, buffer in net.named_buffers() if buffer.is_floating_point()}
+
+
+def restore_buffers(net: nn.Module, kept: dict[str, Tensor]) -> None:
+    """Undoes a cast of buffers. DeepSpeed's bf16 casts them with the weights, and rotary frequencies of 8 bits put far tokens elsewhere.
+
+    A buffer that holds something else by now (from a checkpoint) is left alone.
+    """
+    for name, buffer in net.named_buffers():
+        if name in kept and buffer.dtype != kept[name].dtype and torch.equal(buffer, kept[name].to(buffer)):
+            buffer.data = kept[name].to(buffer.device)
 
 
 def net_device(net: nn.Module) -> torch.device:

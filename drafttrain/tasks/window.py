@@ -1,8 +1,8 @@
 """One optimizer step's numbers: what the loss is divided by, agreed by all ranks, and what is logged.
 
-A window opens with one all-reduce of a small vector: the counts of every loss term, tokens, dropped labels, and whether anybody was
-told to stop. The loss uses the vector where it is (on the device); the host reads its copy at the end of the window, when the numbers
-have long arrived, so a GPU is never drained for them.
+A window opens with one all-reduce of a small vector: the counts of every loss term, tokens, dropped labels, and whether anybody
+was told to stop. The loss uses the vector where it is (on the device); the host reads its copy at the end of the window, when the
+numbers have long arrived, so a GPU is never drained for them.
 """
 
 import time
@@ -91,7 +91,7 @@ class Meter:
         sums, totals = dict(zip(names, values, strict=True)), self._totals
         means = {"loss": sums.pop("loss") / max(self._windows, 1)}
         for name, value in sums.items():
-            kind, _, term = name.partition("_")
+            term = name.partition("_")[2]  # top1_depth_2 -> depth_2
             means[name] = value / max(totals.get(term, 0.0), 1.0)
         counted = sum(total for name, total in totals.items() if name not in EXTRAS)
         means["dropped_labels"] = totals.get("dropped", 0.0) / max(counted + totals.get("dropped", 0.0), 1.0)

@@ -14,6 +14,7 @@ from drafttrain.layouts import chain_layout
 from drafttrain.losses import SoftCrossEntropy
 
 LENGTH, DEPTH, TAPS = 48, 3, (0, 2, 3)
+ALONE = Share()
 SHARES = {"1x8": (1, 8, 1), "8x1": (8, 1, 1), "1 micro-batch of 8": (1, 1, 8), "2x2x2": (2, 2, 2)}
 
 
@@ -29,8 +30,9 @@ def store(tiny_llama, tmp_path_factory):
     return write_store(tmp_path_factory.mktemp("run") / "train", chats, tiny_llama.identity, TAPS)
 
 
-def make_stream(store, speakable, share=Share(), start=0, **kwargs):
+def make_stream(store, speakable, share=None, start=0, **kwargs):
     plan = RowPlan(read_chats(store, LENGTH), LENGTH, seed=5)
+    share = share or Share()
     layout = partial(chain_layout, depth=DEPTH, speakable_V=speakable)
     return WindowStream(store, plan, share, layout, partial(SoftCrossEntropy().counts, depth=DEPTH), start, **kwargs)
 

@@ -19,8 +19,8 @@ SCRIPT = Path(__file__).with_name("train_process.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def launch(run, target, *tell: int, torchrun=False, **changes) -> subprocess.Popen:
-    """Starts training. It is ended after a minute, so that a deadlock fails a test and does not hang it."""
+def launch(run, target, *tell: int, torchrun=False, gpu=False, **changes) -> subprocess.Popen:
+    """Starts training. It is ended after a while, so that a deadlock fails a test and does not hang it."""
     command = [
         sys.executable,
         *(TORCHRUN if torchrun else []),
@@ -30,9 +30,9 @@ def launch(run, target, *tell: int, torchrun=False, **changes) -> subprocess.Pop
         json.dumps(changes),
         *map(str, tell),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    watchdog = threading.Timer(60, process.terminate)
+    watchdog = threading.Timer(180 if gpu else 60, process.terminate)
     watchdog.daemon = True
     watchdog.start()
     return process
@@ -50,7 +50,7 @@ def wait_for(process: subprocess.Popen, text: str) -> str:
 
 def finish(process: subprocess.Popen) -> str:
     seen = process.stdout.read()
-    assert process.wait(60) == 0, seen
+    assert process.wait(180) == 0, seen
     return seen
 
 
@@ -64,7 +64,7 @@ def test_a_process_that_was_stopped_goes_on_bit_for_bit(tmp_path, tiny_llama, ta
     wait_for(process, "step 8/400")
     process.send_signal(number)
     rest = process.stdout.read()
-    assert process.wait(60) == (0 if number == signal.SIGTERM else -signal.SIGKILL), rest
+    assert process.wait(180) == (0 if number == signal.SIGTERM else -signal.SIGKILL), rest
     stopped = find_last(broken / "checkpoints").position.step
     assert 6 <= stopped < 400
     assert (f"stopped at step {stopped} of 400" in rest) == (number == signal.SIGTERM)
@@ -101,3 +101,26 @@ def test_a_signal_that_one_rank_gets_stops_both_behind_the_same_step(tmp_path, t
     start(pair, target, trainer={"max_steps": 6, "accumulate_grad_batches": 4})  # goes on with one process
     start(whole, target, trainer={"max_steps": 6, "accumulate_grad_batches": 4})
     assert logged(pair) == pytest.approx(logged(whole), rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_gpu_gives_the_numbers_of_the_cpu_and_resumes(tmp_path, tiny_llama, target_folders, strategy, precision):
+    """Losses, gradient norms (so that no strategy divides once too often) and the saved fp32 weights; stopped and resumed."""
+    target = target_folders("llama")
+    cpu, gpu = (make_run(tmp_path / name, tiny_llama) for name in ("cpu", "gpu"))
+    trainer = {"max_steps": 6, "accumulate_grad_batches": 4}
+    finish(launch(cpu, target, trainer=trainer))
+    said = finish(launch(gpu, target, 0, 9, gpu=True, trainer=trainer | {"strategy": strategy, "precision": precision}))
+    assert "stopped at step 4 of 6" in said
+    norms = json.loads((gpu / "norms.json").read_text())
+    finish(launch(gpu, target, gpu=True, trainer=trainer | {"strategy": strategy, "precision": precision}))
+    norms += json.loads((gpu / "norms.json").read_text())
+    exact = precision == "32-true"
+    assert logged(gpu) == pytest.approx(logged(cpu), rel=2e-3 if exact else 3e-2)
+    assert norms == pytest.approx(json.loads((cpu / "norms.json").read_text()), rel=1e-2 if exact else 1e-1)
+    mine, theirs = (load_file(run / "checkpoints/best/drafter.safetensors") for run in (cpu, gpu))
+    assert mine.keys() == theirs.keys() and all(value.dtype == mine[name].dtype for name, value in theirs.items())
+    assert all(torch.allclose(value.float(), theirs[name].float(), atol=5e-3) for name, value in mine.items())

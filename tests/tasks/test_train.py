@@ -208,6 +208,15 @@ def test_another_target_is_refused(run, target_folders):
         start(run, target_folders("qwen3"))
 
 
+def test_a_state_of_deepspeed_is_not_read_by_another_strategy(run, llama):
+    start(run, llama, trainer={"max_steps": 1})
+    state = find_last(run / "checkpoints").state
+    state.unlink()
+    state.mkdir()  # DeepSpeed's is a folder
+    with pytest.raises(UserError, match=r"saved with DeepSpeed, but trainer.strategy is now a strategy other than DeepSpeed"):
+        start(run, llama)
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_before_anything_is_saved(run, llama):
     start(run, llama, optimizer={"schedule": "constant", "lr": 1e30, "warmup_steps": 0}, trainer={"max_steps": 1})
     kept = find_last(run / "checkpoints")

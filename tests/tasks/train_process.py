@@ -1,6 +1,6 @@
 """Trains in a process of its own: `python train_process.py RUN TARGET '{"trainer": {...}}' [RANK MICRO_BATCH]`, alone or under torchrun.
 
-With a rank and a micro-batch, that rank alone sends itself SIGTERM there.
+With a rank and a micro-batch, that rank alone sends itself SIGTERM there. Gradient norms go to RUN/norms.json.
 """
 
 import json
@@ -30,10 +30,31 @@ class TellOne(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Norms(pl.Callback):
+    """The norm of every step's gradient, as the optimizer gets it."""
+
+    def __init__(self, file: Path):
+        self.file, self.norms = file, []
+
+    def on_before_optimizer_step(self, trainer, task, optimizer):
+        grads = [weight.grad for weight in task.parameters() if weight.grad is not None]
+        if grads:  # DeepSpeed keeps them elsewhere
+            self.norms.append(float(torch.nn.utils.get_total_norm(grads)))
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        if batch.last and trainer.strategy.handles_gradient_accumulation:
+            self.norms.append(float(trainer.strategy.deepspeed_engine.get_global_grad_norm()))
+
+    def on_train_end(self, trainer, task):
+        if trainer.is_global_zero:
+            self.file.write_text(json.dumps(self.norms))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     run, target, changes, *tell = sys.argv[1:]
     sections = json.loads(changes)
-    if tell:
-        sections["trainer"]["callbacks"] = [TellOne(*map(int, tell))]
-    start(Path(run), Path(target), topology=read_topology(gpus=0), **sections)
+    told = [TellOne(*map(int, tell))] if tell else []
+    sections["trainer"]["callbacks"] = [Norms(Path(run) / "norms.json"), *told]
+    gpus = 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else None
+    start(Path(run), Path(target), topology=read_topology(sections["trainer"].get("strategy"), gpus=gpus), **sections)
