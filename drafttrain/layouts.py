@@ -59,7 +59,9 @@ def chain_layout(sequences: Sequences, depth: int, speakable_V: Tensor) -> Layou
             columns["cell"].append(((k - 1) * B + b) * Q + reaches[said])
     flat = {name: torch.cat(parts) for name, parts in columns.items()}
     pool_M, teacher_N = torch.unique(flat["teacher"], return_inverse=True)
-    return Layout(flat["anchor"], flat["depth"], flat["label"], teacher_N, flat["anchor"], pool_M, query_BQ, flat["cell"], dropped_K)
+    return Layout(
+        flat["anchor"], flat["depth"], flat["label"], teacher_N, flat["anchor"], pool_M, query_BQ, flat["cell"], dropped_K
+    )
 
 
 def chain_visibility(sequences: Sequences, query_BQ: Tensor) -> Tensor:

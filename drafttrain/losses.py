@@ -34,7 +34,9 @@ class Objective:
         """Term name -> what its sum is divided by, from the data alone."""
         raise NotImplementedError
 
-    def terms(self, drafted: Drafted, student: Student, teacher: Teacher, depth: int) -> tuple[dict[str, Term], dict[str, Tensor]]:
+    def terms(
+        self, drafted: Drafted, student: Student, teacher: Teacher, depth: int
+    ) -> tuple[dict[str, Term], dict[str, Tensor]]:
         """(terms with gradients, detached metric sums that share the terms' counts)."""
         raise NotImplementedError
 
@@ -64,7 +66,9 @@ class SoftCrossEntropy(Objective):
         per_depth = torch.bincount(layout.depth_N, minlength=depth + 1)
         return {f"depth_{k}": float(per_depth[k]) for k in range(1, depth + 1)}
 
-    def terms(self, drafted: Drafted, student: Student, teacher: Teacher, depth: int) -> tuple[dict[str, Term], dict[str, Tensor]]:
+    def terms(
+        self, drafted: Drafted, student: Student, teacher: Teacher, depth: int
+    ) -> tuple[dict[str, Term], dict[str, Tensor]]:
         with torch.no_grad():
             target_MV = teacher(drafted.teacher_MD).float().softmax(-1)
         loss_N, best_N = _in_chunks(drafted, student, target_MV, self.chunk)
@@ -85,7 +89,7 @@ def _in_chunks(drafted: Drafted, student: Student, target_MV: Tensor, chunk: int
         return soft_cross_entropy(logits_NV.float(), target_MV[row_N]), logits_NV.detach().argmax(-1)
 
     N = len(drafted.label_N)
-    if not chunk or N <= chunk:
+    if not chunk or chunk >= N:
         loss, best = score(drafted.hidden_NH, drafted.prev_N, drafted.row_N)
         return loss, drafted.vocabulary_V[best]
     losses, bests = [], []

@@ -28,7 +28,9 @@ class Sequences:
     """Which packed chat a token belongs to, int64; -1 is padding."""
 
     def to(self, device) -> "Sequences":
-        return Sequences(*(x.to(device, non_blocking=True) for x in (self.ids_BT, self.supervised_BT, self.position_BT, self.document_BT)))
+        return Sequences(
+            *(x.to(device, non_blocking=True) for x in (self.ids_BT, self.supervised_BT, self.position_BT, self.document_BT))
+        )
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,14 @@ class DraftVocabulary:
 
     def __post_init__(self):
         if len(self.ids) > self.size:
-            raise UserError(f"the draft vocabulary has {len(self.ids)} tokens, more than the target's {self.size}; lower drafter.init_args.draft_vocab.")
+            raise UserError(
+                f"the draft vocabulary has {len(self.ids)} tokens, more than the target's {self.size}; lower drafter.init_args.draft_vocab."
+            )
         ascending = bool((self.ids[1:] > self.ids[:-1]).all())
         if not len(self.ids) or not ascending or int(self.ids[0]) < 0 or int(self.ids[-1]) >= self.size:
-            raise UserError("a draft vocabulary must hold distinct ascending token ids of the target; this one is damaged, so build it again.")
+            raise UserError(
+                "a draft vocabulary must hold distinct ascending token ids of the target; this one is damaged, so build it again."
+            )
 
     @staticmethod
     def full(size: int) -> "DraftVocabulary":
@@ -65,7 +69,9 @@ def choose(counts_V: Tensor, size: int | None, fallback_V: Tensor | None = None,
     if size is None:
         return DraftVocabulary.full(vocab)
     if not 0 < size <= vocab:
-        raise UserError(f"drafter.init_args.draft_vocab is {size}, but the target's vocabulary has {vocab} tokens; use 1 to {vocab}, or null for all of it.")
+        raise UserError(
+            f"drafter.init_args.draft_vocab is {size}, but the target's vocabulary has {vocab} tokens; use 1 to {vocab}, or null for all of it."
+        )
     fallback_V = torch.zeros_like(counts_V) if fallback_V is None else fallback_V
     counts, prompts = counts_V.tolist(), fallback_V.tolist()
     order = sorted(range(vocab), key=lambda token: (-counts[token], -prompts[token], token))

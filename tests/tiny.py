@@ -20,7 +20,11 @@ TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TEXT = ["the quick brown fox jumps over the lazy dog", "what is two plus two, and why is it four?", "name three rivers that flow north"]
+TEXT = [
+    "the quick brown fox jumps over the lazy dog",
+    "what is two plus two, and why is it four?",
+    "name three rivers that flow north",
+]
 VOCAB = 320
 COMMON = dict(
     vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
@@ -29,8 +33,12 @@ COMMON = dict(
 ARCHITECTURES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**COMMON, rope_parameters={"rope_type": "default", "rope_theta": 10000.0})),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**COMMON)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**COMMON, sliding_window=6, final_logit_softcapping=8.0, query_pre_attn_scalar=8)),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**COMMON, sliding_window=6, final_logit_softcapping=8.0, query_pre_attn_scalar=8)
+    ),
 }
 
 
@@ -41,7 +49,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     special = ["<pad>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     tokenizer.train_from_iterator(TEXT, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<|im_start|>", eos_token="<|im_end|>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
     fast.chat_template = TEMPLATE
     return fast
 

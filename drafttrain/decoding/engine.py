@@ -48,13 +48,17 @@ def generate(
     for request in requests:
         _check(target, request, slots)
     if requests:
-        yield from _Loop(target, requests, proposer, sampling, slots, taps if proposer is None else proposer.taps, keep_features, overrun).run()
+        yield from _Loop(
+            target, requests, proposer, sampling, slots, taps if proposer is None else proposer.taps, keep_features, overrun
+        ).run()
 
 
 def _check(target: Target, request: Request, slots: int) -> None:
     room = target.max_positions - len(request.ids)
     if not request.ids or request.limit < 1 or slots < 1:
-        raise UserError(f"prompt {request.key} has {len(request.ids)} tokens and a limit of {request.limit} with {slots} slots; all must be at least 1.")
+        raise UserError(
+            f"prompt {request.key} has {len(request.ids)} tokens and a limit of {request.limit} with {slots} slots; all must be at least 1."
+        )
     if room < request.limit:
         raise UserError(
             f"prompt {request.key} has {len(request.ids)} tokens, which leaves {room} of the target's {target.max_positions} positions for an answer "
@@ -97,7 +101,9 @@ class _Loop:
         self.rows: list[_Row | None] = [None] * batch
         self.cache = target.new_cache(batch, self.capacity)
         self.tokens_BM = torch.zeros(batch, self.capacity, dtype=torch.long, device=target.device)
-        self.length_B = torch.zeros(batch, dtype=torch.long, device=target.device)  # tokens the target has read; tokens[length] is the anchor
+        self.length_B = torch.zeros(
+            batch, dtype=torch.long, device=target.device
+        )  # tokens the target has read; tokens[length] is the anchor
         self.stream_B = torch.zeros(batch, dtype=torch.long, device=target.device)
         self.features: Features | None = None
         if proposer:
@@ -230,7 +236,7 @@ class _Loop:
             key=row.request.key, ids=ids, prompt_len=len(row.request.ids), accepted=row.accepted, cut=row.cut, stopped=row.stopped,
             beyond=torch.tensor(row.beyond[: self.overrun], dtype=torch.long),
         )  # fmt: skip
-        if self.keep:
+        if self.features is not None:
             rows = len(ids) - 1  # the last token was said, not read
             taps, final = self.features.taps_BTAD[b, : rows + 1].clone(), self.features.final_BTD[b, : rows + 1].clone()
             taps[rows:], final[rows:] = 0, 0

@@ -36,7 +36,9 @@ def count(rollouts: Iterable[Rollout], drafts: int) -> Counts:
         emitted = len(rollout.answer)
         booked = 1 + sum(r + 1 for r in rollout.accepted) - rollout.cut
         if emitted != booked:
-            raise RuntimeError(f"prompt {rollout.key}: {emitted} tokens emitted, but its rounds account for {booked}; the engine's books do not balance")
+            raise RuntimeError(
+                f"prompt {rollout.key}: {emitted} tokens emitted, but its rounds account for {booked}; the engine's books do not balance"
+            )
         prompts, tokens = prompts + 1, tokens + emitted
         accepted.extend(rollout.accepted)
     return Counts(prompts, tokens, len(accepted), *acceptance(accepted, drafts))

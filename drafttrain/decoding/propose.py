@@ -36,18 +36,20 @@ class Proposer(Protocol):
 class ChainProposer:
     """A trained drafter, one token after another, greedily."""
 
+    hidden_BH: Tensor
+
     def __init__(self, net: DrafterNet, drafts: int):
         self.net, self.drafts, self.taps = net.eval(), drafts, net.needs.taps
 
     def begin(self, batch: int, capacity: int) -> None:
         self.state = self.net.begin(batch, capacity)
-        self.hidden_BH: Tensor | None = None
+        self.hidden_BH = torch.empty(0)
 
     def admit(self, rows_R: Tensor, tokens_RM: Tensor, counts_R: Tensor, taps_RTAD: Tensor, extent: int) -> None:
         self.state.length_B[rows_R] = 0
         T = taps_RTAD.shape[1]
         hidden_RH = self.net.commit(self.state, rows_R, taps_RTAD, tokens_RM[:, 1 : T + 1], counts_R, extent)
-        if self.hidden_BH is None:
+        if not len(self.hidden_BH):
             self.hidden_BH = hidden_RH.new_zeros(len(self.state.length_B), hidden_RH.shape[1])
         self.hidden_BH[rows_R] = hidden_RH
 
@@ -74,7 +76,8 @@ class LookupProposer:
     """Prompt lookup: copies what followed the latest earlier occurrence of the longest matching suffix (Saxena 2023)."""
 
     def __init__(self, drafts: int, longest: int = 3):
-        self.drafts, self.longest, self.taps = drafts, longest, ()
+        self.drafts, self.longest = drafts, longest
+        self.taps: tuple[int, ...] = ()
 
     def begin(self, batch: int, capacity: int) -> None:
         pass

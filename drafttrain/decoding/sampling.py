@@ -26,7 +26,9 @@ class Sampling:
 
     def __post_init__(self):
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
-            raise UserError(f"sampling needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, but got {self.temperature}, {self.top_p} and {self.top_k}.")
+            raise UserError(
+                f"sampling needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, but got {self.temperature}, {self.top_p} and {self.top_k}."
+            )
 
 
 def stream_of(key: str, seed: int) -> int:

@@ -23,6 +23,10 @@ from drafttrain.vocab import DraftVocabulary
 class DrafterConfig:
     """Base of the classes that a recipe may name as its drafter."""
 
+    def taps_of(self, target: Target) -> tuple[int, ...]:
+        """Layers of this target that the drafter reads; raises UserError if the target has no such layers."""
+        raise NotImplementedError
+
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "DrafterNet":
         """A fresh net on the target's device, its weights initialised from the target where that helps."""
         raise NotImplementedError
@@ -40,7 +44,7 @@ class Needs:
 class Frozen:
     """Holds a module of the target without registering it: it is neither trained, nor saved, nor broadcast."""
 
-    def __init__(self, module: nn.Module):
+    def __init__(self, module: Any):
         self.module = module
 
 
@@ -51,6 +55,8 @@ class DrafterNet(nn.Module):
     shape: DecoderShape
     vocabulary: DraftVocabulary
     needs: Needs
+    speakable_V: Tensor
+    """Target id of each draft id (a buffer on the net's device)."""
 
     def layout(self, sequences: Sequences, depth: int | None = None) -> Layout:
         raise NotImplementedError
@@ -68,7 +74,9 @@ class DrafterNet(nn.Module):
     def begin(self, batch: int, capacity: int) -> Any:
         raise NotImplementedError
 
-    def commit(self, state: Any, rows_R: Tensor | None, taps_RTAD: Tensor, tokens_RT: Tensor, counts_R: Tensor, extent: int) -> Tensor:
+    def commit(
+        self, state: Any, rows_R: Tensor | None, taps_RTAD: Tensor, tokens_RT: Tensor, counts_R: Tensor, extent: int
+    ) -> Tensor:
         """Read feature rows and the token behind each; the last of `counts_R` tokens is the anchor. Returns hidden [R, H].
 
         `extent` bounds the slots that any row reaches until the next commit (context and chain).

@@ -60,7 +60,9 @@ def plain_rope(config: Any) -> dict[str, Any]:
     for special in ("partial_rotary_factor", "mrope_section", "mrope_interleaved"):
         parameters.pop(special, None)
     if parameters.get("rope_type") not in ("default", "linear", "dynamic", "yarn", "llama3", "longrope"):
-        raise UserError(f"the target's rotary type is {parameters.get('rope_type')!r}, which engines do not know for drafters; use another target.")
+        raise UserError(
+            f"the target's rotary type is {parameters.get('rope_type')!r}, which engines do not know for drafters; use another target."
+        )
     return parameters
 
 

@@ -43,7 +43,9 @@ class Eagle3(DrafterConfig):
         if self.depth < 1:
             raise UserError(f"drafter.init_args.depth is {self.depth}, but a drafter drafts at least 1 token.")
         if self.draft_vocab is not None and self.draft_vocab < 1:
-            raise UserError(f"drafter.init_args.draft_vocab is {self.draft_vocab}, but must be at least 1, or null for the full vocabulary.")
+            raise UserError(
+                f"drafter.init_args.draft_vocab is {self.draft_vocab}, but must be at least 1, or null for the full vocabulary."
+            )
         if list(self.taps) != sorted(set(self.taps)) or any(tap < 0 for tap in self.taps):
             raise UserError(f"drafter.init_args.taps is {list(self.taps)}, but must be distinct ascending 0-based layer numbers.")
         if not 0 <= self.least_coverage <= 1:
@@ -57,7 +59,9 @@ class Eagle3(DrafterConfig):
         return taps
 
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "Eagle3Net":
-        net = Eagle3Net(self, DecoderShape.of(target), self.taps_of(target), vocabulary, Frozen(target.model.get_input_embeddings()))
+        net = Eagle3Net(
+            self, DecoderShape.of(target), self.taps_of(target), vocabulary, Frozen(target.model.get_input_embeddings())
+        )
         with torch.no_grad():
             net.lm_head.weight.copy_(target.head_weight[vocabulary.ids.to(target.device)].float())
         return net.to(target.device)
@@ -87,7 +91,9 @@ class ChainState:
 class Eagle3Net(DrafterNet):
     """The trainable weights; tensor names are those of the serving format."""
 
-    def __init__(self, config: Eagle3, shape: DecoderShape, taps: tuple[int, ...], vocabulary: DraftVocabulary, embedding: Frozen):
+    def __init__(
+        self, config: Eagle3, shape: DecoderShape, taps: tuple[int, ...], vocabulary: DraftVocabulary, embedding: Frozen
+    ):
         super().__init__()
         self.config, self.shape, self.vocabulary = config, shape, vocabulary
         self.needs = Needs(taps, config.depth)
@@ -168,7 +174,9 @@ class Eagle3Net(DrafterNet):
         return ChainState(keys, torch.zeros_like(keys), length, weight.new_zeros(batch, shape.hidden))
 
     @torch.no_grad()
-    def commit(self, state: ChainState, rows_R: Tensor | None, taps_RTAD: Tensor, tokens_RT: Tensor, counts_R: Tensor, extent: int) -> Tensor:
+    def commit(
+        self, state: ChainState, rows_R: Tensor | None, taps_RTAD: Tensor, tokens_RT: Tensor, counts_R: Tensor, extent: int
+    ) -> Tensor:
         """Append context rows; only the last valid one (it reads the anchor) asks a question. Rows beyond `counts_R` are padding:
         they land behind the row's length and are overwritten by what comes next. A row with a count of 0 is idle and stays as it is."""
         rows = torch.arange(len(state.length_B), device=counts_R.device) if rows_R is None else rows_R

@@ -23,7 +23,9 @@ from drafttrain.vocab import DraftVocabulary
 CLASSES: dict[str, type[DrafterConfig]] = {"Eagle3": Eagle3}
 
 
-def save_drafter(folder: Path, net: DrafterNet, config: DrafterConfig, identity: Identity, facts: dict, weights: dict | None = None) -> None:
+def save_drafter(
+    folder: Path, net: DrafterNet, config: DrafterConfig, identity: Identity, facts: dict, weights: dict | None = None
+) -> None:
     """Write the folder whole or not at all. `weights` stands in for the net's own state dict (sharded training)."""
     folder = Path(folder)
     making = folder.with_name(folder.name + ".tmp")
@@ -72,9 +74,15 @@ def read_record(folder: Path) -> dict:
 def check_identity(made_with: dict, target: Target, what: str) -> None:
     """Raises UserError that names every difference between the target at hand and the one something was made with."""
     now = asdict(target.identity)
-    differences = [f"{key} {made_with.get(key)!r} there, {now[key]!r} here" for key in now if key != "path" and made_with.get(key) != now[key]]
+    differences = [
+        f"{key} {made_with.get(key)!r} there, {now[key]!r} here"
+        for key in now
+        if key != "path" and made_with.get(key) != now[key]
+    ]
     if differences:
-        raise UserError(f"{what} was made with another target ({'; '.join(differences)}); use the target it was made with, or make it again with this one.")
+        raise UserError(
+            f"{what} was made with another target ({'; '.join(differences)}); use the target it was made with, or make it again with this one."
+        )
 
 
 def load_drafter(folder: Path, target: Target) -> tuple[DrafterNet, dict]:
@@ -82,17 +90,27 @@ def load_drafter(folder: Path, target: Target) -> tuple[DrafterNet, dict]:
     record = read_record(folder)
     check_identity(record["identity"], target, str(folder))
     if record["class_path"] not in CLASSES:
-        raise UserError(f"{folder} holds a {record['class_path']}, which this version does not know ({', '.join(CLASSES)}); update drafttrain.")
+        raise UserError(
+            f"{folder} holds a {record['class_path']}, which this version does not know ({', '.join(CLASSES)}); update drafttrain."
+        )
     try:
         tensors = load_file(str(Path(folder) / "drafter.safetensors"))
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder}/drafter.safetensors cannot be read ({error}); train again from checkpoints/last, or restore it.") from error
+        raise UserError(
+            f"{folder}/drafter.safetensors cannot be read ({error}); train again from checkpoints/last, or restore it."
+        ) from error
     vocabulary = DraftVocabulary.from_d2t(tensors.pop("d2t"), target.vocab)
     net = CLASSES[record["class_path"]](**record["init_args"]).build(target, vocabulary)
     own = net.state_dict()
     missing, extra = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
-    wrong = [f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}" for name in own if name in tensors and tensors[name].shape != own[name].shape]
+    wrong = [
+        f"{name} {tuple(tensors[name].shape)} instead of {tuple(own[name].shape)}"
+        for name in own
+        if name in tensors and tensors[name].shape != own[name].shape
+    ]
     if missing or extra or wrong:
-        raise UserError(f"{folder} does not fit its own record (missing {missing}, unknown {extra}, shapes {wrong}); it is damaged, so train again.")
+        raise UserError(
+            f"{folder} does not fit its own record (missing {missing}, unknown {extra}, shapes {wrong}); it is damaged, so train again."
+        )
     net.load_state_dict({name: value.to(torch.float32) for name, value in tensors.items()})
     return net.eval(), record

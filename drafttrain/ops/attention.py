@@ -11,7 +11,9 @@ from torch.nn.functional import scaled_dot_product_attention
 FEW_QUERIES = 16
 
 
-def attend(query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, visible_B1QS: Tensor | None, scale: float | None = None) -> Tensor:
+def attend(
+    query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, visible_B1QS: Tensor | None, scale: float | None = None
+) -> Tensor:
     """Grouped-query attention under an explicit mask. Returns [B, H, Q, D].
 
     With few queries (decoding) the grouped heads are folded into the query length, so that keys and values are read once and
@@ -32,7 +34,12 @@ def attend(query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, visible_B1Q
 
 
 def attend_chain(
-    query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, visible_BQS: Tensor, own_keys: list[Tensor], own_values: list[Tensor]
+    query_BHQD: Tensor,
+    key_BGSD: Tensor,
+    value_BGSD: Tensor,
+    visible_BQS: Tensor,
+    own_keys: list[Tensor],
+    own_values: list[Tensor],
 ) -> Tensor:
     """Attention of an unrolled drafter: shared context keys under a mask, plus each row's own keys of steps 1..j.
 
@@ -55,7 +62,9 @@ def attend_chain(
     return mixed.reshape(B, H, Q, D)
 
 
-def attend_softcapped(query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, visible_B1QS: Tensor, scale: float, cap: float) -> Tensor:
+def attend_softcapped(
+    query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, visible_B1QS: Tensor, scale: float, cap: float
+) -> Tensor:
     """Plain attention with scores squashed to cap * tanh(score / cap) before the mask (Gemma-2). Returns [B, H, Q, D]."""
     groups = query_BHQD.shape[1] // key_BGSD.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key_BGSD, value_BGSD))

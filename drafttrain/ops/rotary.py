@@ -14,7 +14,11 @@ class Rotary(nn.Module):
 
         # One head of the given width: the table depends on nothing else.
         config = LlamaConfig(
-            hidden_size=head_dim, num_attention_heads=1, head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=dict(rope_parameters)
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            head_dim=head_dim,
+            max_position_embeddings=max_positions,
+            rope_parameters=dict(rope_parameters),
         )
         self.table = LlamaRotaryEmbedding(config)
 

@@ -3,9 +3,9 @@
 import hashlib
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
 
 from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
@@ -24,7 +24,7 @@ def load_target(config: TargetConfig, device: str | torch.device | None = None) 
     hf_logging.disable_progress_bar()
     AttentionInterface.register(ATTENTION, hf_attention)
     where, gguf = locate(config.path)
-    model, tokenizer = _load(config, where, gguf)
+    model, tokenizer, commit = _load(config, where, gguf)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if gguf is not None:
@@ -32,7 +32,9 @@ def load_target(config: TargetConfig, device: str | torch.device | None = None) 
     model = _move(model, device, config.path)
     _check_layers(model, config.path)
     chat = ChatTemplate(tokenizer, config.template_arguments, config.path)
-    target = Target(model, chat, _identity(config, model, chat, where, gguf), _end_ids(model, tokenizer))
+    target = Target(
+        model, chat, _identity(config, model, chat, commit or _hash_weights(Path(where), gguf)), _end_ids(model, tokenizer)
+    )
     prove(target)
     return target
 
@@ -51,48 +53,81 @@ def locate(path: str) -> tuple[str, str | None]:
     local = Path(path).expanduser()
     if path.endswith(".gguf"):
         if not local.is_file():
-            raise UserError(f"target.path is {path}, but there is no such GGUF file; give an existing file, a local folder or a Hub id.")
+            raise UserError(
+                f"target.path is {path}, but there is no such GGUF file; give an existing file, a local folder or a Hub id."
+            )
         return str(local.parent), local.name
     if local.is_dir():
         if not (local / "config.json").is_file():
-            raise UserError(f"target.path is {path}, a folder without config.json; give the folder that holds the model's config.json and safetensors.")
+            raise UserError(
+                f"target.path is {path}, a folder without config.json; give the folder that holds the model's config.json and safetensors."
+            )
         return str(local), None
     if local.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
-        raise UserError(f"target.path is {path}, but there is no such folder; give an existing folder, a .gguf file or a Hub id (owner/name).")
+        raise UserError(
+            f"target.path is {path}, but there is no such folder; give an existing folder, a .gguf file or a Hub id (owner/name)."
+        )
     return path, None
 
 
-def _load(config: TargetConfig, where: str, gguf: str | None) -> tuple[nn.Module, object]:
+def _load(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, object, str | None]:
+    """(model, tokenizer, Hub commit or None for local files)."""
+    from huggingface_hub import hf_hub_download
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    common = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    common: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
     if gguf is not None:
         common["gguf_file"] = gguf
+    commit = None
     try:
+        if not Path(where).is_dir():
+            # The snapshot folder is named after the commit; every further file is asked for at that commit.
+            commit = Path(hf_hub_download(where, "config.json", revision=config.revision)).parent.name
+            common["revision"] = commit
         hf_config = AutoConfig.from_pretrained(where, **common)
         _refuse_recurrent(hf_config.get_text_config(), config.path)
         tokenizer = AutoTokenizer.from_pretrained(where, **common)
         model = AutoModelForCausalLM.from_pretrained(
-            where, dtype=getattr(torch, config.dtype), attn_implementation="eager" if gguf else ATTENTION, use_safetensors=None if gguf else True, **common
+            where,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation="eager" if gguf else ATTENTION,
+            use_safetensors=None if gguf else True,
+            **common,
         )
     except UserError:
         raise
     except Exception as error:  # transformers raises a dozen kinds here; every one means that the target cannot be had
         raise UserError(f"target {config.path} could not be loaded: {_reason(error)}") from error
     model.set_attn_implementation(ATTENTION)
-    return model, tokenizer
+    return model, tokenizer, commit
 
 
 def _reason(error: Exception) -> str:
     """One sentence for the ways in which loading goes wrong."""
     text, name = " ".join(str(error).split()), type(error).__name__
-    if "gated" in text.lower() or name == "GatedRepoError":
+    missing = name == "RepositoryNotFoundError" or "Repository Not Found" in text
+    if name == "GatedRepoError" or ("gated" in text.lower() and not missing):
         return "it is a gated model; ask for access on its Hub page and log in with `hf auth login` on this machine."
-    if "401" in text or "Repository Not Found" in text or "is not a valid model identifier" in text or "is not a local folder" in text:
+    if (
+        "401" in text
+        or "Repository Not Found" in text
+        or "is not a valid model identifier" in text
+        or "is not a local folder" in text
+    ):
         return "there is no such model on the Hub (or it is private and you are not logged in); check target.path, or run `hf auth login`."
-    if "couldn't connect" in text.lower() or "offline" in text.lower() or name in ("ConnectError", "ConnectionError", "LocalEntryNotFoundError"):
-        return "the Hub cannot be reached and the model is not in the local cache; give a local folder or a .gguf file, or connect."
-    if "Unrecognized configuration class" in text or "GGUF model with architecture" in text or "does not recognize this architecture" in text:
+    if (
+        "couldn't connect" in text.lower()
+        or "offline" in text.lower()
+        or name in ("ConnectError", "ConnectionError", "LocalEntryNotFoundError")
+    ):
+        return (
+            "the Hub cannot be reached and the model is not in the local cache; give a local folder or a .gguf file, or connect."
+        )
+    if (
+        "Unrecognized configuration class" in text
+        or "GGUF model with architecture" in text
+        or "does not recognize this architecture" in text
+    ):
         return f"it is not a causal language model that transformers can load ({text[:160]}); give a causal LM."
     if "quantiz" in text.lower() or "accelerate" in text or isinstance(error, ImportError):
         return f"its weights are quantised in a way that needs something this machine lacks ({text[:160]}); install that, or use unquantised weights."
@@ -101,11 +136,13 @@ def _reason(error: Exception) -> str:
     return f"{name}: {text[:240]}"
 
 
-def _move(model: nn.Module, device: str | torch.device, path: str) -> nn.Module:
+def _move(model: Any, device: str | torch.device, path: str) -> Any:
     try:
         return model.to(device)
     except torch.OutOfMemoryError as error:
-        raise UserError(f"target {path} does not fit on {device}; use target.dtype bfloat16, a smaller target, or a larger device.") from error
+        raise UserError(
+            f"target {path} does not fit on {device}; use target.dtype bfloat16, a smaller target, or a larger device."
+        ) from error
 
 
 def _refuse_recurrent(config, path: str) -> None:
@@ -118,13 +155,15 @@ def _refuse_recurrent(config, path: str) -> None:
         )
 
 
-def _check_layers(model: nn.Module, path: str) -> None:
+def _check_layers(model: Any, path: str) -> None:
     body, head = model.get_decoder(), model.get_output_embeddings()
     if head is None or getattr(body, "layers", None) is None:
-        raise UserError(f"target {path} ({type(model).__name__}) has no LM head or no list of decoder layers to tap; give an ordinary causal LM.")
+        raise UserError(
+            f"target {path} ({type(model).__name__}) has no LM head or no list of decoder layers to tap; give an ordinary causal LM."
+        )
 
 
-def _end_ids(model: nn.Module, tokenizer) -> tuple[int, ...]:
+def _end_ids(model: Any, tokenizer) -> tuple[int, ...]:
     """Every id that ends a turn: generation config, model config and tokenizer may each name some."""
     ids: set[int] = set()
     for value in (model.generation_config.eos_token_id, model.config.get_text_config().eos_token_id, tokenizer.eos_token_id):
@@ -132,17 +171,16 @@ def _end_ids(model: nn.Module, tokenizer) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
-def _identity(config: TargetConfig, model: nn.Module, chat: ChatTemplate, where: str, gguf: str | None) -> Identity:
+def _identity(config: TargetConfig, model: Any, chat: ChatTemplate, revision: str) -> Identity:
     text = model.config.get_text_config()
-    local = Path(where)
-    revision = getattr(model.config, "_commit_hash", None) or "unknown"
-    if local.is_dir():
-        files = [local / gguf] if gguf else sorted(path for pattern in WEIGHTS for path in local.glob(pattern))
-        revision = _hash_files(files)
     return Identity(
         path=config.path, revision=revision, tokenizer=chat.vocabulary_hash(), template=chat.hash(), template_arguments=chat.arguments_json(),
         layers=text.num_hidden_layers, hidden=text.hidden_size, vocab=text.vocab_size,
     )  # fmt: skip
+
+
+def _hash_weights(folder: Path, gguf: str | None) -> str:
+    return _hash_files([folder / gguf] if gguf else sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)))
 
 
 def _hash_files(files: list[Path], edge: int = 1 << 20) -> str:

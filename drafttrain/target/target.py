@@ -11,7 +11,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.ops.attention import attend, attend_softcapped
@@ -23,10 +23,14 @@ ATTENTION = "drafttrain"
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
-def hf_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, position_bias=None, **kwargs):
+def hf_attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, position_bias=None, **kwargs
+):
     """Our attention switch in the form that transformers' modelling code calls. Returns ([B, T, H, D], None)."""
     if s_aux is not None or position_bias is not None:
-        raise UserError("this target's attention has sinks or a position bias, which the decoding engine does not implement; use another target.")
+        raise UserError(
+            "this target's attention has sinks or a position bias, which the decoding engine does not implement; use another target."
+        )
     if softcap is not None:
         mixed = attend_softcapped(query, key, value, attention_mask, scaling, softcap)
     else:
@@ -37,8 +41,8 @@ def hf_attention(module, query, key, value, attention_mask, scaling=None, dropou
 class Target:
     """A frozen Hugging Face causal LM. Made by `load_target`, which also proves that this interface agrees with the model."""
 
-    def __init__(self, model: nn.Module, chat: ChatTemplate, identity: Identity, end_ids: tuple[int, ...]):
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, model: Any, chat: ChatTemplate, identity: Identity, end_ids: tuple[int, ...]):
+        self.model: Any = model.eval().requires_grad_(False)
         self.config: Any = model.config.get_text_config()
         self.body = model.get_decoder()
         self.head = model.get_output_embeddings()
@@ -84,7 +88,13 @@ class Target:
 
     @torch.no_grad()
     def read(
-        self, ids_BT: Tensor, position_BT: Tensor, visible_BTS: Tensor, key_position_BS: Tensor, taps: tuple[int, ...], cache: RaggedCache | None = None
+        self,
+        ids_BT: Tensor,
+        position_BT: Tensor,
+        visible_BTS: Tensor,
+        key_position_BS: Tensor,
+        taps: tuple[int, ...],
+        cache: RaggedCache | None = None,
     ) -> Features:
         """Read tokens at the given positions, each seeing the keys that `visible_BTS` allows (sliding windows are added here).
 
@@ -101,7 +111,11 @@ class Target:
         )
         final_BTD = out.last_hidden_state
         # A target without taps still owes its caller a well-formed record.
-        taps_BTAD = torch.stack([self._captured[i] for i in taps], dim=2) if taps else final_BTD.new_zeros(*final_BTD.shape[:2], 0, self.hidden)
+        taps_BTAD = (
+            torch.stack([self._captured[i] for i in taps], dim=2)
+            if taps
+            else final_BTD.new_zeros(*final_BTD.shape[:2], 0, self.hidden)
+        )
         self._captured = {}
         return Features(taps_BTAD, final_BTD)
 
@@ -146,7 +160,7 @@ class Target:
         window = getattr(self.config, "sliding_window", None)
         types = set(getattr(self.config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
         masks = {"full_attention": full_B1TS}
-        if "sliding_attention" in types:
+        if "sliding_attention" in types and window is not None:
             near = key_position_BS[:, None, None, :] > position_BT[:, None, :, None] - window
             masks["sliding_attention"] = full_B1TS & near
         return masks if self.masks_by_layer_type else masks[types.pop()]
@@ -212,7 +226,7 @@ def _read_in_two_pieces(target: Target, ids_BT: Tensor) -> Tensor:
 class own_attention:
     """Inside this context the model uses the attention it ships with (eager)."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: Any):
         self.model = model
 
     def __enter__(self):
@@ -222,7 +236,7 @@ class own_attention:
         self.model.set_attn_implementation(ATTENTION)
 
 
-def plain_copy(model: nn.Module) -> nn.Module:
+def plain_copy(model: Any) -> Any:
     """The same weights in a model that transformers no longer takes for quantised (a GGUF is dequantised when it is loaded)."""
     config = copy.deepcopy(model.config)
     if hasattr(config, "quantization_config"):

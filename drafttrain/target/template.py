@@ -23,9 +23,13 @@ class ChatTemplate:
                 "use the instruct version of the model or add chat_template.jinja beside its tokenizer."
             )
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt, **self.arguments)
+            return self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=generation_prompt, **self.arguments
+            )
         except Exception as error:  # templates raise whatever they like
-            raise UserError(f"the chat template of {self.path} refused a chat ({str(error).splitlines()[0]}); check its roles and contents.") from error
+            raise UserError(
+                f"the chat template of {self.path} refused a chat ({str(error).splitlines()[0]}); check its roles and contents."
+            ) from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text (the template writes its own special tokens)."""
@@ -42,7 +46,9 @@ class ChatTemplate:
         text = self.text([{"role": "user", "content": MARK}], generation_prompt=False)
         before, mark, after = text.partition(MARK)
         if not mark:
-            raise UserError(f"the chat template of {self.path} does not show the user's words as they are, so it cannot write prompts for itself; use prompts from a file.")
+            raise UserError(
+                f"the chat template of {self.path} does not show the user's words as they are, so it cannot write prompts for itself; use prompts from a file."
+            )
         return self.encode(before), tuple(self.encode(after.lstrip())[:1])
 
     def hash(self) -> str:

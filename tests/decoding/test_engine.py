@@ -18,7 +18,9 @@ LIMIT = 24
 
 def requests_for(target, lengths=(5, 17, 9, 30, 2, 11, 8), limit=LIMIT):
     g = torch.Generator().manual_seed(3)
-    return [Request(f"p{i}", tuple(torch.randint(3, target.vocab, (n,), generator=g).tolist()), limit) for i, n in enumerate(lengths)]
+    return [
+        Request(f"p{i}", tuple(torch.randint(3, target.vocab, (n,), generator=g).tolist()), limit) for i, n in enumerate(lengths)
+    ]
 
 
 def plain_of(target, requests, **kw):
@@ -30,7 +32,10 @@ class Meddler:
 
     def __init__(self, requests, plain, drafts):
         self.drafts, self.taps = drafts, ()
-        self.text = {plain[r.key].ids[: len(r.ids)].tolist().__str__(): torch.cat([plain[r.key].ids, plain[r.key].beyond]) for r in requests}
+        self.text = {
+            plain[r.key].ids[: len(r.ids)].tolist().__str__(): torch.cat([plain[r.key].ids, plain[r.key].beyond])
+            for r in requests
+        }
         self.turn = 0
 
     def begin(self, batch, capacity):
@@ -63,7 +68,13 @@ def test_plain_equals_transformers_generate(any_target):
     with own_attention(any_target.model), torch.no_grad():
         for request in requests:
             ids = torch.tensor([request.ids])
-            theirs = any_target.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LIMIT, do_sample=False, eos_token_id=list(any_target.end_ids))
+            theirs = any_target.model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=LIMIT,
+                do_sample=False,
+                eos_token_id=list(any_target.end_ids),
+            )
             assert mine[request.key].ids.tolist() == theirs[0].tolist()
 
 
@@ -114,7 +125,7 @@ def test_draws_follow_the_distribution():
     chi2 = ((seen[p > 0] - expected) ** 2 / expected).sum()
     assert chi2 < 26.1
     u = uniforms(streams, positions)
-    assert 0 <= float(u.min()) and float(u.max()) < 1 and abs(float(u.mean()) - 0.5) < 0.01
+    assert float(u.min()) >= 0 and float(u.max()) < 1 and abs(float(u.mean()) - 0.5) < 0.01
 
 
 def test_features_kept_while_answering_equal_a_fresh_reading(any_target):
@@ -163,7 +174,9 @@ def overfit(target, net, rollouts, steps=60):
         for sequences, features, layout in batches:
             if not len(layout.depth_N):
                 continue
-            terms, _ = objective.terms(net.rows(sequences, features, layout), net.logits, lambda f: target.logits(f, net.speakable_V), 3)
+            terms, _ = objective.terms(
+                net.rows(sequences, features, layout), net.logits, lambda f: target.logits(f, net.speakable_V), 3
+            )
             loss = sum(t.coefficient * t.sum / t.count.clamp(min=1) for t in terms.values())
             optimizer.zero_grad()
             loss.backward()

@@ -197,7 +197,9 @@ def test_chunked_objective_equals_plain(tiny_llama):
     grads = []
     for chunk in (0, 7):
         net.zero_grad()
-        terms, metrics = SoftCrossEntropy(chunk=chunk).terms(net.rows(sequences, features, layout), net.logits, tiny_llama.logits, 3)
+        terms, metrics = SoftCrossEntropy(chunk=chunk).terms(
+            net.rows(sequences, features, layout), net.logits, tiny_llama.logits, 3
+        )
         sum(t.sum for t in terms.values()).backward()
         grads.append([p.grad.clone() for p in net.parameters()] + [terms["depth_2"].sum.detach(), metrics["top1_depth_1"]])
     for plain, chunked in zip(*grads, strict=True):

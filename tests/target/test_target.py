@@ -33,7 +33,9 @@ def test_packed_reading_equals_each_chat_alone(any_target):
         with own_attention(any_target.model), torch.no_grad():
             out = any_target.model(input_ids=ids, output_hidden_states=True, use_cache=False)
         for a, tap in enumerate(taps):
-            torch.testing.assert_close(features.taps_BTAD[:, start : start + length, a], out.hidden_states[tap + 1], atol=1e-4, rtol=1e-3)
+            torch.testing.assert_close(
+                features.taps_BTAD[:, start : start + length, a], out.hidden_states[tap + 1], atol=1e-4, rtol=1e-3
+            )
         final = features.final_BTD[:, start : start + length]
         torch.testing.assert_close(final, out.hidden_states[-1], atol=1e-4, rtol=1e-3)
         torch.testing.assert_close(any_target.logits(final), out.logits, atol=2e-4, rtol=1e-3)
