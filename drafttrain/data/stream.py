@@ -197,8 +197,13 @@ class WindowStream(IterableDataset):
 
 
 def make_loader(stream: WindowStream, workers: int, pin: bool) -> DataLoader:
-    """The stream behind a DataLoader. `pin`: page-locked memory, for a GPU."""
-    return DataLoader(stream, batch_size=None, num_workers=workers, pin_memory=pin)
+    """The stream behind a DataLoader. `pin`: page-locked memory, for a GPU.
+
+    A worker is forked: it inherits the net (for its layouts) without a copy, and touches no GPU.
+    """
+    return DataLoader(
+        stream, batch_size=None, num_workers=workers, pin_memory=pin, multiprocessing_context="fork" if workers else None
+    )
 
 
 def plan_arithmetic(chats: Chats, share: Share, length: int, max_steps: int, padding: float) -> list[str]:
