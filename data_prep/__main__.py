@@ -23,7 +23,7 @@ def _main(argv: Sequence[str]) -> None:
     taps = recipe.drafter.taps_of(target) if recipe.data.features == "stored" else None
     with RunLock(options.run.folder):
         options.run.record("data_prep", recipe.plain())
-        prepare(recipe.prepare, target, options.run.data, taps=taps, draft_vocab=getattr(recipe.drafter, "draft_vocab", None))
+        prepare(recipe.prepare, target, options.run.data, taps=taps, draft_vocab=recipe.drafter.draft_vocab)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def outline(recipe: Recipe) -> tuple[Target | None, str]:
 
 def _vocabulary(recipe: Recipe, target: Target) -> DraftVocabulary:
     """A draft vocabulary of the right size; which tokens are in it is known after data_prep."""
-    size = getattr(recipe.drafter, "draft_vocab", None)  # drafters that share the target's head have no vocabulary of their own
+    size = recipe.drafter.draft_vocab
     if size is not None and size > target.vocab:
         raise UserError(
             f"drafter.init_args.draft_vocab is {size}, but the target has {target.vocab} tokens; lower it, or set it to null."

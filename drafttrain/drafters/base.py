@@ -23,6 +23,11 @@ from drafttrain.vocab import DraftVocabulary
 class DrafterConfig:
     """Base of the classes that a recipe may name as its drafter."""
 
+    draft_vocab: int | None = None
+    """Tokens the head can say; null for the full vocabulary."""
+    least_coverage: float = 0.0
+    """Smallest share of the training answers' tokens that the draft vocabulary must cover."""
+
     def taps_of(self, target: Target) -> tuple[int, ...]:
         """Layers of this target that the drafter reads; raises UserError if the target has no such layers."""
         raise NotImplementedError

@@ -166,8 +166,8 @@ def _builder(
     """A function that makes the same fresh net each time, over the draft vocabulary of the store."""
     store.require(target.identity)
     supervised_V, other_V = store.counts()
-    size = getattr(drafter, "draft_vocab", None)  # drafters that share the target's head have no vocabulary of their own
-    vocabulary = vocab.choose(supervised_V, size, other_V, getattr(drafter, "least_coverage", 0.0))
+    size = drafter.draft_vocab
+    vocabulary = vocab.choose(supervised_V, size, other_V, drafter.least_coverage)
     say(_coverage(vocabulary, supervised_V))
 
     def build() -> DrafterNet:
