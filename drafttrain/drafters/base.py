@@ -8,7 +8,7 @@ A parity test holds the two together; the decoding face may never call `rows`.
 Shapes: B batch rows of the state, R rows of this call, T feature rows, A taps, D target width, N rows, Vd draft vocabulary.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,9 +23,9 @@ from drafttrain.vocab import DraftVocabulary
 class DrafterConfig:
     """Base of the classes that a recipe may name as its drafter."""
 
-    draft_vocab: int | None = None
+    draft_vocab: int | None = field(default=None, kw_only=True)
     """Tokens the head can say; null for the full vocabulary."""
-    least_coverage: float = 0.0
+    least_coverage: float = field(default=0.0, kw_only=True)
     """Smallest share of the training answers' tokens that the draft vocabulary must cover."""
 
     def taps_of(self, target: Target) -> tuple[int, ...]:
