@@ -18,7 +18,7 @@ from drafttrain.errors import UserError
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe, load_recipe, sections_help
 from drafttrain.run import Run
-from drafttrain.topology import rank, speaks
+from drafttrain.topology import rank, read_topology, speaks
 
 COMMANDS = {
     "train": "train the drafter (under torchrun for several processes); goes on from the last checkpoint",
@@ -75,6 +75,8 @@ def _main(argv: list[str]) -> None:
     parsed = parse(command, f"python -m drafttrain {command}", rest)
     if parsed is not None:
         recipe, options = parsed
+        if command in ("train", "plan"):
+            read_topology(recipe.trainer.get("strategy", "auto"))  # before Lightning reads the same variables in its own way
         importlib.import_module(f"drafttrain.commands.{command}").run(recipe, options)
 
 

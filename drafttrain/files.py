@@ -100,8 +100,13 @@ class RunLock:
         self._handle: int | None = None
 
     def __enter__(self) -> "RunLock":
-        self.folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}/ cannot be written ({error.strerror}); give a folder of your own with --runs."
+            ) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -64,6 +64,10 @@ class Recipe:
             raise UserError(
                 f"name is {self.name!r}, but it becomes a folder: use letters, digits, '.', '_' and '-', e.g. smollm2-eagle3."
             )
+        if not isinstance(self.trainer, dict):
+            raise UserError(
+                f"trainer is {self.trainer!r}, but must hold arguments of Lightning's Trainer, such as max_steps; write them below it."
+            )
         for key in FROM_TORCHRUN:
             if key in self.trainer:
                 raise UserError(

@@ -78,7 +78,9 @@ def read_file(path: Path) -> Written:
         UserError: missing file, broken YAML, a key written twice, not a mapping.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"--config {path}: it is not UTF-8 text; give the path of a recipe.") from None
     except OSError as error:
         raise UserError(
             f"--config {path}: {error.strerror.lower() if error.strerror else error}; give the path of a recipe."

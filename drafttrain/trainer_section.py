@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from drafttrain.errors import UserError
 from drafttrain.recipe import FROM_TORCHRUN
 from drafttrain.recipe_build import choices, describe, nearest
-from drafttrain.tasks.train import OURS
+from drafttrain.tasks.train import OURS, require_positive
 
 
 def trainer_arguments(section: dict[str, Any], logs: Path) -> dict[str, Any]:
@@ -45,6 +45,7 @@ def trainer_arguments(section: dict[str, Any], logs: Path) -> dict[str, Any]:
             errors.append(_sentence(f"trainer.{key}", hints[key], value, error))
     if errors:
         raise UserError("\n".join(errors))
+    require_positive(arguments)
     return arguments
 
 

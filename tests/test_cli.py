@@ -308,3 +308,35 @@ def test_pipeline_passes_a_stop_on_and_begins_no_further_stage(tmp_path, number,
         process.kill()
     assert (tmp_path / "heard").read_text() == str(int(number))
     assert (tmp_path / "calls").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--trainer.accumulate_grad_batches", "0"], "trainer.accumulate_grad_batches is 0, but must be 1 or more"),
+        (["--trainer.max_steps", "-1"], "trainer.max_steps is -1, but must be 1 or more"),
+        (["--trainer", "null"], "trainer"),
+        (["--target.path", ""], "target.path"),
+        (["--optimizer.lr", ".inf"], "finite"),
+        (["--optimizer.weight_decay", ".nan"], "finite"),
+    ],
+)
+def test_values_that_would_hang_or_fail_late_are_refused_by_plan(made, tmp_path, capsys, flags, words):
+    """Zero accumulation once made a window that never ends, deaf to SIGTERM."""
+    assert main(["plan", "--config", str(made[0]), "--runs", str(tmp_path / "runs"), *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_rank_that_is_no_number_is_a_sentence(made, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "x")
+    assert main(["plan", "--config", str(made[0]), "--runs", str(tmp_path / "runs")]) == 2
+    assert "RANK" in capsys.readouterr().err
+
+
+def test_a_recipe_that_is_not_text_and_runs_that_are_a_file(made, tmp_path, capsys):
+    binary = tmp_path / "bin.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert main(["plan", "--config", str(binary)]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+    assert main(["train", "--config", str(made[0]), "--runs", str(binary)]) == 2
+    assert "--runs" in capsys.readouterr().err

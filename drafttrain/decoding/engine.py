@@ -61,8 +61,8 @@ def _check(target: Target, request: Request, slots: int) -> None:
         )
     if room < request.limit:
         raise UserError(
-            f"prompt {request.key} has {len(request.ids)} tokens, which leaves {room} of the target's {target.max_positions} positions for an answer "
-            f"of up to {request.limit}; shorten the prompt or lower max_tokens."
+            f"prompt {request.key} has {len(request.ids)} tokens, which leaves {max(room, 0)} of the target's {target.max_positions} positions for "
+            f"an answer of up to {request.limit}; shorten the prompt, or lower the longest answer (max_tokens of the recipe's section)."
         )
 
 

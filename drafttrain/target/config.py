@@ -24,5 +24,7 @@ class TargetConfig:
     """Given to the chat template at every rendering, e.g. {enable_thinking: false}."""
 
     def __post_init__(self):
+        if not self.path:
+            raise UserError("target.path is empty; give a Hub id, a local folder or a .gguf file.")
         if self.dtype not in DTYPES:
             raise UserError(f"target.dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.")

@@ -43,7 +43,17 @@ def find_last(checkpoints: Path) -> Saved | None:
     steps = sorted((checkpoints / "last").glob("step_*"))
     if not steps:
         return None
-    facts = read_json(steps[-1] / FACTS, "the checkpoint")
+    newest = steps[-1]
+    try:
+        facts = read_json(newest / FACTS, "the checkpoint")
+    except UserError as error:
+        raise UserError(
+            f"{error} If it cannot be restored, delete {newest}/ to begin training anew; {checkpoints}/best/ stays as it is."
+        ) from None
+    if not (newest / STATE).exists():
+        raise UserError(
+            f"{newest}/ has lost its {STATE}; restore it, or delete {newest}/ to begin training anew ({checkpoints}/best/ stays)."
+        )
     return Saved(steps[-1], Position(**facts["position"]), facts["recipe"], facts["share"])
 
 

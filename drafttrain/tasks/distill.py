@@ -112,7 +112,7 @@ class DistillTask(pl.LightningModule):
         first = int(all_reduce(self._first_bad.clone(), torch.distributed.ReduceOp.MIN))
         if first < 2**31:
             raise UserError(
-                f"The loss was not finite at step {first}, so training stopped and the last checkpoint, made before it, is kept; "
+                f"The loss was not finite at step {first}, so training stopped, and nothing was saved from that step on; "
                 "lower optimizer.lr, raise optimizer.warmup_steps or set trainer.gradient_clip_val to 0.5, and start again."
             )
 

@@ -36,6 +36,10 @@ class OptimizerConfig:
     """Learning rate at the last step, as a share of `lr` (cosine and wsd)."""
 
     def __post_init__(self):
+        if not all(math.isfinite(value) for value in (self.lr, self.weight_decay)):
+            raise UserError(
+                f"optimizer.lr is {self.lr} and optimizer.weight_decay is {self.weight_decay}, but both must be finite numbers."
+            )
         if self.lr <= 0:
             raise UserError(f"optimizer.lr is {self.lr}, but must be above 0.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):

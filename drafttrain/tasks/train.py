@@ -149,10 +149,19 @@ def recipe_facts(sections: Sections, store: TokenStore) -> dict[str, Any]:
     }
 
 
+def require_positive(trainer: dict[str, Any]) -> None:
+    """UserError where `max_steps` or `accumulate_grad_batches` is below 1: a window of no micro-batches would never end."""
+    for key in ("max_steps", "accumulate_grad_batches"):
+        value = trainer.get(key)
+        if isinstance(value, int) and value < 1:
+            raise UserError(f"trainer.{key} is {value}, but must be 1 or more.")
+
+
 def _check_trainer(trainer: dict[str, Any]) -> None:
     steps = trainer.get("max_steps")
-    if not isinstance(steps, int) or steps < 1:
+    if not isinstance(steps, int):
         raise UserError(f"trainer.max_steps is {steps}, but training ends by steps: set it to 1 or more.")
+    require_positive(trainer)
     for key in OURS:
         if key in trainer:
             raise UserError(

@@ -92,3 +92,13 @@ def test_damaged_facts_are_an_error_that_names_the_file(tmp_path):
 def test_every_leaf_that_differs_is_named():
     before, now = {"a": {"x": 1, "y": 2}, "b": 3}, {"a": {"x": 1, "y": 5}, "b": 3, "c": 4}
     assert differences(before, now) == ["a.y: 2 before, 5 now", "c: None before, 4 now"]
+
+
+def test_an_emptied_checkpoint_says_what_to_delete(tmp_path):
+    """Not "run the stage again": that stage is the one that just refused."""
+    folder = tmp_path / "last" / "step_00000004"
+    folder.mkdir(parents=True)
+    with pytest.raises(UserError, match=r"delete .*step_00000004/ to begin training anew"):
+        find_last(tmp_path)
+    folder.rmdir()
+    assert find_last(tmp_path) is None
