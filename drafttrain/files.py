@@ -43,7 +43,7 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
     except OSError:
         begun.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_json_atomic(path: str | Path, value) -> None:
@@ -61,6 +61,24 @@ def write_tensors_atomic(path: str | Path, tensors: Mapping[str, Tensor]) -> dic
     data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()})
     write_atomic(path, data)
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+
+def replace_folder(made: Path, place: Path) -> None:
+    """Put a finished folder in its place; the old one exists until the new one is there."""
+    old = place.with_name(place.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if place.exists():
+        os.replace(place, old)
+    os.replace(made, place)
+    sync(place.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_folder(place: Path) -> None:
+    """Undo a replacement that was killed between its two renames."""
+    old = place.with_name(place.name + ".old")
+    if not place.exists() and old.exists():
+        os.replace(old, place)
 
 
 def read_json(path: str | Path, what: str):
@@ -161,9 +179,9 @@ def human_bytes(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Makes a file, or the renames in a folder, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -16,6 +16,13 @@ QUERY_MULTIPLE = 32
 """Drafting rows are padded to a multiple of this, so that shapes repeat and kernels and allocations are reused."""
 
 
+def one_chat(ids_T: Tensor, prompt_len: int) -> Sequences:
+    """A single chat as a packed row of its own; the tokens behind the prompt are supervised."""
+    ids_BT = ids_T[None]
+    position_BT = torch.arange(ids_BT.shape[1], device=ids_T.device)[None]
+    return Sequences(ids_BT, position_BT >= prompt_len, position_BT, torch.zeros_like(ids_BT))
+
+
 def run_lengths(sequences: Sequences) -> Tensor:
     """[B, T]: how many tokens from t on are supervised without a gap, inside t's document (0 where t is not)."""
     supervised, document = sequences.supervised_BT, sequences.document_BT

@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from drafttrain.errors import UserError
 from drafttrain.recipe import FROM_TORCHRUN
 from drafttrain.recipe_build import choices, describe, nearest
-from drafttrain.tasks.train import OURS, require_positive
+from drafttrain.tasks.train import OURS, ours_refused, require_positive
 
 
 def trainer_arguments(section: dict[str, Any], logs: Path) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def trainer_arguments(section: dict[str, Any], logs: Path) -> dict[str, Any]:
 def _refusal(key: str, value: Any, hints: dict[str, Any]) -> str | None:
     """Why a key cannot be there, or a strategy's name is none; None if all is well."""
     if key in OURS:
-        return f"trainer.{key} cannot be set: training ends by trainer.max_steps and does its own saving and showing; remove it."
+        return ours_refused(key)
     if key not in hints:
         return f"unknown key 'trainer.{key}': {nearest(f'trainer.{key}', hints, [f'trainer.{known}' for known in hints])}"
     if key == "strategy" and isinstance(value, str):

@@ -91,9 +91,7 @@ def _steps(recipe: Recipe, run: Run, topology: Topology) -> list[str]:
     if store is None or not steps:
         factors = f"{share.world} processes x {share.accumulate} accumulations x {share.rows} rows x {data.length} tokens"
         return [f"tokens/step: {factors} = {share.window_rows * data.length:,}; steps: {steps}; epochs are known after data_prep"]
-    chats = read_chats(store, data.length)
-    plan = RowPlan(chats, data.length, data.seed)
-    return plan_arithmetic(chats, share, data.length, steps, 1 - chats.tokens / (len(plan.epoch(0)) * data.length))
+    return plan_arithmetic(RowPlan(read_chats(store, data.length), data.length, data.seed), share, steps)
 
 
 def _disk(recipe: Recipe, run: Run, target: Target, net: DrafterNet) -> list[str]:

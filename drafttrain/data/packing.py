@@ -115,6 +115,11 @@ class RowPlan:
             self._recent[epoch] = [order_N[row] for row in rows]
         return self._recent[epoch]
 
+    @property
+    def padding(self) -> float:
+        """Share of the first epoch's rows that holds no token."""
+        return 1 - self.chats.tokens / (len(self.epoch(0)) * self.length)
+
     def find(self, row: int) -> tuple[int, int]:
         """(epoch, row within it) of row g."""
         while self._starts[-1] <= row:

@@ -19,6 +19,7 @@ from torch import Tensor
 from drafttrain.data.shards import Chat, ShardRecord, features_name, read_record, tokens_name, verify
 from drafttrain.errors import UserError
 from drafttrain.files import read_json, write_json_atomic
+from drafttrain.target.identity import differences
 from drafttrain.types import Features, Identity, Request
 
 __all__ = ["Chat", "Manifest", "TokenStore"]
@@ -26,15 +27,6 @@ __all__ = ["Chat", "Manifest", "TokenStore"]
 FORMAT = 1
 OPEN_FILES = 64
 """Most shard files kept mapped at once."""
-COMPARED = {
-    "revision": "the target's weights",
-    "tokenizer": "the tokenizer",
-    "template": "the chat template",
-    "template_arguments": "target.template_arguments",
-    "layers": "the number of layers",
-    "hidden": "the hidden width",
-    "vocab": "the vocabulary size",
-}
 
 
 @dataclass(frozen=True)
@@ -151,11 +143,7 @@ class TokenStore:
         `taps` are the layers whose stored features will be read; None if none will.
         """
         made = self.manifest.identity
-        other = [
-            f"{words} ({getattr(made, name)} there, {getattr(identity, name)} in the recipe)"
-            for name, words in COMPARED.items()
-            if getattr(made, name) != getattr(identity, name)
-        ]
+        other = differences(asdict(made), identity)
         if other:
             raise UserError(
                 f"{self.folder}/ was made with another target ({made.path}, the recipe says {identity.path}): {'; '.join(other)}"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from drafttrain.data.packing import Chats, RowPlan
+from drafttrain.data.packing import RowPlan
 from drafttrain.data.store import TokenStore
 from drafttrain.errors import UserError
 from drafttrain.types import Features, Layout, Sequences
@@ -206,8 +206,9 @@ def make_loader(stream: WindowStream, workers: int, pin: bool) -> DataLoader:
     )
 
 
-def plan_arithmetic(chats: Chats, share: Share, length: int, max_steps: int, padding: float) -> list[str]:
-    """Sentences that say how many tokens a run will see, and what was left out. `padding`: share of the first epoch's rows."""
+def plan_arithmetic(plan: RowPlan, share: Share, max_steps: int) -> list[str]:
+    """Sentences that say how many tokens a run will see, and what was left out."""
+    chats, length, padding = plan.chats, plan.length, plan.padding
     window, processes = share.window_rows * length, "process" if share.world == 1 else "processes"
     seen = max_steps * window * (1 - padding)
     lines = [

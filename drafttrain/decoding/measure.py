@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from drafttrain.drafters.base import DrafterNet
+from drafttrain.layouts import one_chat
 from drafttrain.target.target import Target
-from drafttrain.types import Rollout, Sequences
+from drafttrain.types import Rollout
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,30 @@ class Counts:
     reach_by_depth: list[float]
 
 
-def count(rollouts: Iterable[Rollout], drafts: int) -> Counts:
-    """Pool the rounds of all rollouts. Raises RuntimeError if a rollout's books do not balance."""
-    accepted: list[int] = []
-    prompts = tokens = 0
-    for rollout in rollouts:
-        emitted = len(rollout.answer)
-        booked = 1 + sum(r + 1 for r in rollout.accepted) - rollout.cut
-        if emitted != booked:
+def count(rollouts: Iterable[Rollout], drafts: int, name: str = "engine") -> Counts:
+    """Pool the rounds of all rollouts. Raises RuntimeError if a rollout's books do not balance; `name` says whose they are."""
+    rollouts = list(rollouts)
+    check_counts(name, rollouts, drafts)
+    accepted = [r for rollout in rollouts for r in rollout.accepted]
+    tokens = sum(len(rollout.answer) for rollout in rollouts)
+    return Counts(len(rollouts), tokens, len(accepted), *acceptance(accepted, drafts))
+
+
+def check_counts(name: str, rollouts: Sequence[Rollout], drafts: int) -> None:
+    """Hold every prompt to `1 + sum(accepted + 1) - cut = tokens emitted`, and every round to at most `drafts` accepted.
+
+    Raises:
+        RuntimeError: naming the first prompt that breaks it. Then no number of this pass means anything.
+    """
+    for r in rollouts:
+        counted = 1 + sum(a + 1 for a in r.accepted) - r.cut
+        if counted != len(r.answer):
             raise RuntimeError(
-                f"prompt {rollout.key}: {emitted} tokens emitted, but its rounds account for {booked}; the engine's books do not balance"
+                f"{name}, prompt {r.key}: 1 + sum(accepted + 1) - cut = {counted}, but {len(r.answer)} tokens were emitted "
+                f"({len(r.accepted)} rounds, cut {r.cut}); the engine's records are wrong"
             )
-        prompts, tokens = prompts + 1, tokens + emitted
-        accepted.extend(rollout.accepted)
-    return Counts(prompts, tokens, len(accepted), *acceptance(accepted, drafts))
+        if any(not 0 <= a <= drafts for a in r.accepted):
+            raise RuntimeError(f"{name}, prompt {r.key}: a round accepted {max(r.accepted)} of {drafts} drafts")
 
 
 def acceptance(accepted: Sequence[int], drafts: int) -> tuple[float, list[float], list[float]]:
@@ -72,14 +83,12 @@ def simulated_tau(accepted: Iterable[Sequence[int]]) -> float:
 
 def _hits(target: Target, net: DrafterNet, rollout: Rollout, drafts: int) -> torch.Tensor:
     """[T, drafts + 1] bool: whether the draft of depth k from anchor A says token A+k (column 0 unused)."""
-    ids = torch.cat([rollout.ids, rollout.beyond])[None]
-    position = torch.arange(ids.shape[1])[None]
-    sequences = Sequences(ids, position >= rollout.prompt_len, position, torch.zeros_like(ids))
+    sequences = one_chat(torch.cat([rollout.ids, rollout.beyond]), rollout.prompt_len)
     layout = net.layout(sequences, drafts).to(target.device)
     sequences = sequences.to(target.device)
     drafted = net.rows(sequences, target.read_packed(sequences, net.needs.taps), layout)
     best = drafted.vocabulary_V[net.logits(drafted.hidden_NH, drafted.prev_N).argmax(-1)]
-    hits = torch.zeros(ids.shape[1], drafts + 1, dtype=torch.bool)
+    hits = torch.zeros(sequences.ids_BT.shape[1], drafts + 1, dtype=torch.bool)
     hits[layout.anchor_N.cpu(), layout.depth_N.cpu()] = (best == drafted.label_N).cpu()
     return hits
 

@@ -4,18 +4,19 @@ No pickles, nothing of the target, no training state: this is what exporting, va
 """
 
 import json
-import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
+from drafttrain.files import replace_folder, restore_folder, write_json_atomic, write_tensors_atomic
+from drafttrain.target.identity import differences
 from drafttrain.target.target import Target
 from drafttrain.types import Identity
 from drafttrain.vocab import DraftVocabulary
@@ -31,32 +32,11 @@ def save_drafter(
     making = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
-    tensors = {name: value.detach().cpu().contiguous() for name, value in (weights or net.state_dict()).items()}
-    tensors["d2t"] = net.vocabulary.d2t
-    save_file(tensors, str(making / "drafter.safetensors"))
+    tensors = {name: value.detach().cpu() for name, value in (weights or net.state_dict()).items()}
+    write_tensors_atomic(making / "drafter.safetensors", tensors | {"d2t": net.vocabulary.d2t})
     record = {"class_path": type(config).__name__, "init_args": asdict(config), "identity": asdict(identity), "facts": facts}
-    (making / "drafter.json").write_text(json.dumps(record, indent=1, sort_keys=True))
-    for name in ("drafter.safetensors", "drafter.json"):
-        with open(making / name, "rb") as stream:
-            os.fsync(stream.fileno())
+    write_json_atomic(making / "drafter.json", record)
     replace_folder(making, folder)
-
-
-def replace_folder(made: Path, place: Path) -> None:
-    """Put a finished folder in its place; the old one exists until the new one is there."""
-    old = place.with_name(place.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if place.exists():
-        os.replace(place, old)
-    os.replace(made, place)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def restore_folder(place: Path) -> None:
-    """Undo a replacement that was killed between its two renames."""
-    old = place.with_name(place.name + ".old")
-    if not place.exists() and old.exists():
-        os.replace(old, place)
 
 
 def read_record(folder: Path) -> dict:
@@ -73,15 +53,10 @@ def read_record(folder: Path) -> dict:
 
 def check_identity(made_with: dict, target: Target, what: str) -> None:
     """Raises UserError that names every difference between the target at hand and the one something was made with."""
-    now = asdict(target.identity)
-    differences = [
-        f"{key} {made_with.get(key)!r} there, {now[key]!r} here"
-        for key in now
-        if key != "path" and made_with.get(key) != now[key]
-    ]
-    if differences:
+    found = differences(made_with, target.identity)
+    if found:
         raise UserError(
-            f"{what} was made with another target ({'; '.join(differences)}); use the target it was made with, or make it again with this one."
+            f"{what} was made with another target ({'; '.join(found)}); use the target it was made with, or make it again with this one."
         )
 
 

@@ -21,13 +21,23 @@ from torch import Tensor
 from drafttrain.drafters.base import DrafterNet, Frozen
 from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Net
-from drafttrain.drafters.save import check_identity, replace_folder, restore_folder
+from drafttrain.drafters.save import check_identity
 from drafttrain.errors import UserError
 from drafttrain.export.card import MADE_FILE, base_model, write_card
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.eagle3_format import Eagle3Facts, check_tensors, engine_config, read_engine_config
 from drafttrain.export.hub import name_warning
-from drafttrain.files import explain_full_disk, read_json, require_space, sha256_file, write_atomic, write_json_atomic
+from drafttrain.files import (
+    explain_full_disk,
+    read_json,
+    replace_folder,
+    require_space,
+    restore_folder,
+    sha256_file,
+    write_atomic,
+    write_json_atomic,
+)
+from drafttrain.layouts import one_chat
 from drafttrain.target.target import Target
 from drafttrain.types import Features, Sequences
 from drafttrain.vocab import DraftVocabulary
@@ -252,10 +262,8 @@ def _twin(net: Eagle3Net, dtype: torch.dtype) -> Eagle3Net:
 def _fixed_input(net: Eagle3Net, target: Target) -> tuple[Sequences, Features]:
     """A text of tokens that the drafter can say, and what the target computes while reading it."""
     ids = net.vocabulary.ids.cpu()
-    pick = torch.randint(len(ids), (1, CHECK_TOKENS), generator=torch.Generator().manual_seed(0))
-    supervised = torch.ones(1, CHECK_TOKENS, dtype=torch.bool)
-    position = torch.arange(CHECK_TOKENS)[None]
-    sequences = Sequences(ids[pick], supervised, position, torch.zeros_like(position))
+    pick = torch.randint(len(ids), (CHECK_TOKENS,), generator=torch.Generator().manual_seed(0))
+    sequences = one_chat(ids[pick], prompt_len=0)
     return sequences, target.read_packed(sequences.to(target.device), net.needs.taps)
 
 

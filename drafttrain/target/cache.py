@@ -19,6 +19,8 @@ class Addresses:
         self.batch, self.capacity = rows, slots
         self.slots_RT: Tensor | None = None
         self.rows_R: Tensor | None = None
+        self.index_R1: Tensor | None = None
+        """The rows of this pass as a column, all of them where `rows_R` is None."""
         self.extent = 0
 
 
@@ -42,9 +44,8 @@ class RaggedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self.updates += 1
         where = self.addresses
-        rows = torch.arange(where.batch, device=key_states.device) if where.rows_R is None else where.rows_R
-        self.keys[rows[:, None], :, where.slots_RT] = key_states.transpose(1, 2)
-        self.values[rows[:, None], :, where.slots_RT] = value_states.transpose(1, 2)
+        self.keys[where.index_R1, :, where.slots_RT] = key_states.transpose(1, 2)
+        self.values[where.index_R1, :, where.slots_RT] = value_states.transpose(1, 2)
         keys, values = self.keys[:, :, : where.extent], self.values[:, :, : where.extent]
         return (keys, values) if where.rows_R is None else (keys[where.rows_R], values[where.rows_R])
 
@@ -68,6 +69,8 @@ class RaggedCache(Cache):
     def address(self, slots_RT: Tensor, extent: int, rows_R: Tensor | None = None) -> None:
         """Say where the next pass writes ([R, T] slots of rows `rows_R`, all rows if None) and that it reads slots < extent."""
         self.addresses.slots_RT, self.addresses.extent, self.addresses.rows_R = slots_RT, extent, rows_R
+        rows = torch.arange(self.addresses.batch, device=slots_RT.device) if rows_R is None else rows_R
+        self.addresses.index_R1 = rows[:, None]
 
     def select(self, rows: Tensor) -> None:
         """Keep only these rows, in this order."""

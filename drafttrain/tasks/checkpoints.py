@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.errors import UserError
-from drafttrain.files import read_json
+from drafttrain.files import read_json, sync
 from drafttrain.tasks.distill import Position
 
 STATE, FACTS = "state", "train.json"
@@ -77,22 +77,14 @@ def save_state(trainer, checkpoints: Path, position: Position, recipe: dict[str,
 def _publish(writing: Path, final: Path) -> None:
     """Makes a whole folder the newest state, and deletes the older ones."""
     for path in [*writing.rglob("*"), writing]:
-        _sync(path)
+        sync(path)
     if final.exists():  # a run went back to an older state and came here again
         shutil.rmtree(final)
     os.rename(writing, final)
-    _sync(final.parent)
+    sync(final.parent)
     for older in final.parent.glob("step_*"):
         if older != final:
             shutil.rmtree(older)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:

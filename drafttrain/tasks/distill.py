@@ -164,8 +164,7 @@ class DistillTask(pl.LightningModule):
 
     def _teacher(self, final_MD: Tensor) -> Tensor:
         """The target's logits over the draft vocabulary, computed as the target computes them."""
-        vocabulary = self.net.vocabulary
-        ids = None if vocabulary.is_full else vocabulary.ids.to(final_MD.device)
+        ids = None if self.net.vocabulary.is_full else self.net.speakable_V
         with torch.no_grad(), self._plain():
             return self.target.logits(final_MD.to(self.target.dtype), ids)
 

@@ -39,15 +39,12 @@ def measure(
     mine = list(requests[rank::world])
     K = config.drafts
     sums = torch.zeros(K + 2, dtype=torch.float64)  # rounds, tokens, accepted at depth 1..K
-    was_training = net.training
     cuda = [target.device] if target.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.no_grad():
-        net.eval()
         if mine:
             counts = held_out_tau(target, net, mine, K, config.slots)
             sums[:2] = torch.tensor([counts.rounds, counts.tokens])
             sums[2:] = torch.tensor(counts.reach_by_depth, dtype=torch.float64) * counts.rounds
-        net.train(was_training)
     rounds, tokens, *accepted = all_reduce(sums.to(target.device)).tolist()
     reached = [rounds, *accepted[:-1]]
     return HeldOut(

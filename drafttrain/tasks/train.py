@@ -28,13 +28,14 @@ from lightning.pytorch.loggers import CSVLogger
 
 from drafttrain import vocab
 from drafttrain.data.packing import RowPlan, read_chats
-from drafttrain.data.store import COMPARED, TokenStore
+from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import DataConfig, Share, WindowStream, make_loader, plan_arithmetic
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.files import require_space
 from drafttrain.losses import Objective
 from drafttrain.target.config import TargetConfig
+from drafttrain.target.identity import COMPARED
 from drafttrain.target.load import load_target
 from drafttrain.target.target import Target
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
@@ -149,6 +150,11 @@ def recipe_facts(sections: Sections, store: TokenStore) -> dict[str, Any]:
     }
 
 
+def ours_refused(key: str) -> str:
+    """Why a trainer argument of `OURS` cannot be given."""
+    return f"trainer.{key} cannot be set: training ends by trainer.max_steps and does its own saving and showing; remove it."
+
+
 def require_positive(trainer: dict[str, Any]) -> None:
     """UserError where `max_steps` or `accumulate_grad_batches` is below 1: a window of no micro-batches would never end."""
     for key in ("max_steps", "accumulate_grad_batches"):
@@ -164,9 +170,7 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     require_positive(trainer)
     for key in OURS:
         if key in trainer:
-            raise UserError(
-                f"trainer.{key} cannot be set: training ends by trainer.max_steps and does its own saving and showing; remove it."
-            )
+            raise UserError(ours_refused(key))
 
 
 def _builder(
@@ -208,8 +212,7 @@ def _stream(
     data = sections.data
     chats = read_chats(store, min(data.length, target.max_positions))
     plan = RowPlan(chats, data.length, data.seed)
-    padding = 1 - chats.tokens / (len(plan.epoch(0)) * data.length)
-    for line in plan_arithmetic(chats, share, data.length, sections.max_steps, padding):
+    for line in plan_arithmetic(plan, share, sections.max_steps):
         say(line)
     trained = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
     frozen = sum(weight.numel() for weight in target.model.parameters())

@@ -13,8 +13,9 @@ import torch
 from drafttrain.decoding.engine import generate
 from drafttrain.decoding.measure import Counts
 from drafttrain.decoding.propose import Proposer
+from drafttrain.layouts import one_chat
 from drafttrain.target.target import Target
-from drafttrain.types import Request, Rollout, Sequences
+from drafttrain.types import Request, Rollout
 
 
 @dataclass(frozen=True)
@@ -80,23 +81,6 @@ def run(
     return [by_key[r.key] for r in requests], seconds
 
 
-def check_counts(name: str, rollouts: Sequence[Rollout], drafts: int) -> None:
-    """Hold every prompt to `1 + sum(accepted + 1) - cut = tokens emitted`, and every round to at most `drafts` accepted.
-
-    Raises:
-        RuntimeError: naming the first prompt that breaks it. Then no number of this pass means anything.
-    """
-    for r in rollouts:
-        counted = 1 + sum(a + 1 for a in r.accepted) - r.cut
-        if counted != len(r.answer):
-            raise RuntimeError(
-                f"{name}, prompt {r.key}: 1 + sum(accepted + 1) - cut = {counted}, but {len(r.answer)} tokens were emitted "
-                f"({len(r.accepted)} rounds, cut {r.cut}); the engine's records are wrong, so no report is written"
-            )
-        if any(not 0 <= a <= drafts for a in r.accepted):
-            raise RuntimeError(f"{name}, prompt {r.key}: a round accepted {max(r.accepted)} of {drafts} drafts")
-
-
 def differences(name: str, plain: Sequence[Rollout], other: Sequence[Rollout]) -> list[Difference]:
     """The first difference of every answer that is not plain decoding's; [] if the method is lossless."""
     found = []
@@ -117,10 +101,8 @@ def logit_gap(target: Target, rollout: Rollout, difference: Difference) -> float
     """
     if difference.plain is None or difference.other is None:
         return None
-    ids_BT = rollout.ids[: rollout.prompt_len + difference.position][None].to(target.device)
-    position_BT = torch.arange(ids_BT.shape[1], device=target.device)[None]
-    one_chat = Sequences(ids_BT, torch.zeros_like(ids_BT, dtype=torch.bool), position_BT, torch.zeros_like(ids_BT))
-    features = target.read_packed(one_chat, ())
+    ids_T = rollout.ids[: rollout.prompt_len + difference.position].to(target.device)
+    features = target.read_packed(one_chat(ids_T, rollout.prompt_len), ())
     logits_V = target.logits(features.final_BTD[0, -1:]).float()[0]
     return float(logits_V[difference.plain] - logits_V[difference.other])
 

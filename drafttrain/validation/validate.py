@@ -27,7 +27,7 @@ from drafttrain.validation import hardware, report
 from drafttrain.validation.config import ValidateConfig
 from drafttrain.validation.cost import Cost, Make, measure_cost
 from drafttrain.validation.curve import read_curve
-from drafttrain.validation.passes import Difference, Pass, check_counts, differences, logit_gap, run
+from drafttrain.validation.passes import Difference, Pass, differences, logit_gap, run
 from drafttrain.validation.samples import Sample, sample
 from drafttrain.validation.summary import compare_simulation, defined, draft_vocabulary, summarize
 
@@ -116,8 +116,7 @@ def _measure(target: Target, requests: list[Request], config: ValidateConfig, me
         run(target, warm_up, make(), config.slots)
         # What plain decoding says behind an end is what the simulation needs to judge drafts that reach there.
         rollouts, seconds = run(target, requests, make(), config.slots, overrun=config.drafts if name == "plain" else 0)
-        check_counts(name, rollouts, config.drafts)
-        passes.append(Pass(name, rollouts, seconds, count(rollouts, config.drafts)))
+        passes.append(Pass(name, rollouts, seconds, count(rollouts, config.drafts, name)))
         _say(passes[-1])
     return passes[0], passes[1:]
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from drafttrain.decoding.measure import count
+from drafttrain.decoding.measure import check_counts, count
 from drafttrain.target.target import own_attention
 from drafttrain.types import Request, Rollout
 from drafttrain.validation import cost as cost_module
 from drafttrain.validation.cost import Cost, measure_cost
-from drafttrain.validation.passes import Difference, Pass, check_counts, differences, logit_gap
+from drafttrain.validation.passes import Difference, Pass, differences, logit_gap
 
 
 def rollout(answer, accepted=(), cut=0, key="k", beyond=()):
