@@ -40,6 +40,14 @@ class Speech:
     """Layers whose features are kept; None for none."""
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Requests of one shard, and how they are answered."""
+
+    requests: list[Request]
+    speech: Speech
+
+
 @dataclass
 class Answered:
     """What one pass over the prompts left behind."""
@@ -50,20 +58,24 @@ class Answered:
     seconds: float = 0.0
 
 
-def in_chunks(requests: Sequence[Request], chunk: int) -> list[list[Request]]:
+def in_chunks(requests: Sequence[Request], size: int, speech: Speech) -> list[Chunk]:
     """Fixed groups of neighbours in length, so that a batch pads little."""
     ordered = sorted(requests, key=lambda request: (len(request.ids), request.key))
-    return [ordered[start : start + chunk] for start in range(0, len(ordered), chunk)]
+    return [Chunk(ordered[start : start + size], speech) for start in range(0, len(ordered), size)]
 
 
-def expected_bytes(chunks: Sequence[Sequence[Request]], folder: Path, hidden: int, taps: tuple[int, ...] | None) -> int:
+def expected_bytes(chunks: Sequence[Chunk], folder: Path, hidden: int) -> int:
     """Most bytes that the chunks without a shard can take: every answer as long as it may be."""
-    left = [chunk for index, chunk in enumerate(chunks) if not (folder / record_name(index)).exists()]
-    tokens = sum(len(request.ids) + request.limit for chunk in left for request in chunk)
-    return tokens * (TOKEN_BYTES + (0 if taps is None else feature_bytes(len(taps), hidden)))
+    total = 0
+    for index, chunk in enumerate(chunks):
+        if not (folder / record_name(index)).exists():
+            taps = chunk.speech.taps
+            tokens = sum(len(request.ids) + request.limit for request in chunk.requests)
+            total += tokens * (TOKEN_BYTES + (0 if taps is None else feature_bytes(len(taps), hidden)))
+    return total
 
 
-def answer(work: Work, chunks: Sequence[Sequence[Request]], folder: Path, speech: Speech) -> Answered:
+def answer(work: Work, chunks: Sequence[Chunk], folder: Path) -> Answered:
     """Makes the shards that are not there yet. UserError on a full disk (finished shards stay) or a damaged shard."""
     done = Answered([])
     for index, chunk in enumerate(chunks):
@@ -71,7 +83,7 @@ def answer(work: Work, chunks: Sequence[Sequence[Request]], folder: Path, speech
         if record is None:
             kept = f"{index} of {len(chunks)} shards in {folder}/ are finished and kept."
             start = perf_counter()
-            chats, ledger = _answer_chunk(work, chunk, speech)
+            chats, ledger = _answer_chunk(work, chunk.requests, chunk.speech)
             with explain_full_disk(folder, kept):
                 record = write_shard(folder, index, chats, ledger.facts(len(chats)))
             tokens, seconds = sum(int(chat.supervised.sum()) for chat in chats), perf_counter() - start
@@ -80,7 +92,7 @@ def answer(work: Work, chunks: Sequence[Sequence[Request]], folder: Path, speech
             work.say(
                 f"{folder.name}: shard {index + 1} of {len(chunks)}, {len(chats)} chats, {tokens / seconds:,.0f} answer tokens/s"
             )
-        elif record.rows["in"] != len(chunk) or not set(record.keys) <= {request.key for request in chunk}:
+        elif record.rows["in"] != len(chunk.requests) or not set(record.keys) <= {request.key for request in chunk.requests}:
             raise UserError(
                 f"{folder / record_name(index)} belongs to other prompts than {folder.parent}/ has; "
                 f"delete {folder}/ and run data_prep again."

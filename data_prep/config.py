@@ -18,10 +18,14 @@ class PrepareConfig:
     """Name of the source that held-out prompts come from; null = all."""
     near_duplicate: float = 0.7
     """Training prompts at least this similar to a held-out one are dropped (share of common three-word runs, Jaccard)."""
+    samples: int = 1
+    """Training answers sampled for each prompt, each from its own random stream; 0 with `greedy`: greedy answers alone."""
+    greedy: bool = False
+    """Answer every training prompt greedily too: text that a drafter meets when it is served at temperature 0."""
     temperature: float = 0.7
-    """Temperature of the training answers; 0 = greedy."""
+    """Temperature of the sampled training answers."""
     top_p: float = 1.0
-    """Nucleus of the training answers."""
+    """Nucleus of the sampled training answers."""
     max_tokens: int = 256
     """Most tokens of a training answer."""
     max_prompt: int = 512
@@ -50,5 +54,12 @@ class PrepareConfig:
             self.near_duplicate,
             "above 0 and at most 1 (1 = identical only)",
         )
+        require(self.samples >= (not self.greedy), "prepare.samples", self.samples, "at least 1, or 0 with prepare.greedy")
         require(self.temperature >= 0, "prepare.temperature", self.temperature, "0 (greedy) or more")
+        if self.temperature == 0 and (self.samples > 1 or self.greedy):
+            raise UserError(
+                "prepare.temperature is 0, so every answer to a prompt would be the same greedy one; leave prepare.samples at 1 and "
+                "prepare.greedy at false, or raise the temperature."
+            )
+        require(self.seed >= 0, "prepare.seed", self.seed, "0 or more")
         require(0 < self.top_p <= 1, "prepare.top_p", self.top_p, "above 0 and at most 1 (1 = off)")

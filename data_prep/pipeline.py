@@ -12,9 +12,11 @@ any moment is followed by one that ends with the same chats and the same ledger.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from data_prep.answer import Answered, Speech, answer, expected_bytes, in_chunks
+from data_prep.answer import Answered, Chunk, Speech, answer, expected_bytes, in_chunks
 from data_prep.config import PrepareConfig
 from data_prep.gather import Gathered, gather
 from data_prep.ledger import Ledger, reasons
@@ -81,25 +83,44 @@ def engine(target: Target, config: PrepareConfig) -> Ask:
 def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, taps: tuple[int, ...] | None) -> Answered:
     """Both stores, with their manifests; returns what the training store took."""
     folder, hidden = work.folder, work.target.hidden
-    training = in_chunks(_requests(work, gathered.training, config.max_tokens), config.chunk)
-    held_out = in_chunks(_requests(work, gathered.held_out, config.held_out_max_tokens), config.chunk)
-    needed = expected_bytes(training, folder / "train", hidden, taps) + expected_bytes(
-        held_out, folder / "held_out", hidden, None
-    )
-    require_space(folder, needed, f"{'tokens' if taps is None else 'features'} of {len(gathered.training):,} chats")
+    training = _training_chunks(config, work, gathered.training, taps)
+    greedy = Speech(0.0, 1.0, None)
+    held_out = in_chunks(_requests(work, gathered.held_out, config.held_out_max_tokens), config.chunk, greedy)
+    needed = expected_bytes(training, folder / "train", hidden) + expected_bytes(held_out, folder / "held_out", hidden)
+    asked = sum(len(chunk.requests) for chunk in training)
+    require_space(folder, needed, f"{'tokens' if taps is None else 'features'} of {asked:,} chats")
 
-    held_speech = Speech(0.0, 1.0, None)
-    held_done = answer(work, held_out, folder / "held_out", held_speech)
+    held_done = answer(work, held_out, folder / "held_out")
     ledger = Ledger(read=len(gathered.held_out), dropped=_dropped(held_done.records))
-    _finish(work, folder / "held_out", held_done.records, ledger, held_speech, gathered)
+    _finish(work, folder / "held_out", held_done.records, ledger, None, {"temperature": 0.0, "top_p": 1.0}, gathered)
 
-    speech = Speech(config.temperature, config.top_p, taps)
-    done = answer(work, training, folder / "train", speech)
+    done = answer(work, training, folder / "train")
     ledger = gathered.ledger
+    ledger.read += asked - len(gathered.training)  # a row for each further answer to a prompt
     ledger.dropped.update({HELD_OUT: len(gathered.held_out)})
     ledger.dropped.update(_dropped(done.records))
-    _finish(work, folder / "train", done.records, ledger, speech, gathered)
+    sampling = {name: getattr(config, name) for name in ("samples", "greedy", "temperature", "top_p")}
+    _finish(work, folder / "train", done.records, ledger, taps, sampling, gathered)
     return done
+
+
+def _training_chunks(config: PrepareConfig, work: Work, prompts: Sequence[Prompt], taps: tuple[int, ...] | None) -> list[Chunk]:
+    """Every answer that is asked for: `samples` of each prompt, and a greedy one if wanted. UserError if two would share a name."""
+    sampled, greedy = Speech(config.temperature, config.top_p, taps), Speech(0.0, 1.0, taps)
+    requests = _requests(work, prompts, config.max_tokens)
+    chunks = []
+    for number in range(1, config.samples + 1):
+        named = requests if number == 1 else [replace(request, key=f"{request.key}#{number}") for request in requests]
+        chunks += in_chunks(named, config.chunk, sampled)
+    if config.greedy:
+        chunks += in_chunks([replace(request, key=f"{request.key}#greedy") for request in requests], config.chunk, greedy)
+    names = Counter(request.key for chunk in chunks for request in chunk.requests)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise UserError(
+            f"A prompt's id is {twice[0]!r}, which is also the name of another prompt's further answer; rename ids that end in '#...'."
+        )
+    return chunks
 
 
 def _requests(work: Work, prompts: Sequence[Prompt], limit: int) -> list[Request]:
@@ -110,7 +131,15 @@ def _dropped(records: list[ShardRecord]) -> Counter[str]:
     return sum((Counter(record.rows["dropped"]) for record in records), Counter())
 
 
-def _finish(work: Work, folder: Path, records: list[ShardRecord], ledger: Ledger, speech: Speech, gathered: Gathered) -> None:
+def _finish(
+    work: Work,
+    folder: Path,
+    records: list[ShardRecord],
+    ledger: Ledger,
+    taps: tuple[int, ...] | None,
+    sampling: dict[str, Any],
+    gathered: Gathered,
+) -> None:
     """Writes the manifest. UserError if there is no chat in the store."""
     kept = sum(len(record.keys) for record in records)
     if not kept:
@@ -120,18 +149,13 @@ def _finish(work: Work, folder: Path, records: list[ShardRecord], ledger: Ledger
         )
     Manifest(
         identity=work.target.identity,
-        taps=None if speech.taps is None else list(speech.taps),
-        feature_dtype=None if speech.taps is None else str(FEATURE_DTYPE).removeprefix("torch."),
+        taps=None if taps is None else list(taps),
+        feature_dtype=None if taps is None else str(FEATURE_DTYPE).removeprefix("torch."),
         rows=ledger.facts(kept),
         shards=len(records),
         tokens=sum(record.tokens for record in records),
         supervised_tokens=sum(record.supervised_tokens for record in records),
-        facts={
-            "temperature": speech.temperature,
-            "top_p": speech.top_p,
-            "sources": gathered.sources,
-            "notes": dict(gathered.ledger.notes),
-        },
+        facts={**sampling, "sources": gathered.sources, "notes": dict(gathered.ledger.notes)},
     ).write(folder)
 
 

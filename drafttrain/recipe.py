@@ -29,6 +29,7 @@ from drafttrain.recipe_files import Written, read_all
 from drafttrain.target.config import TargetConfig
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.optimizer import OptimizerConfig
+from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.validation.config import ValidateConfig
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
@@ -56,6 +57,7 @@ class Recipe:
     checkpoint: CheckpointConfig
     export: ExportConfig
     validate: ValidateConfig
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of lightning.pytorch.Trainer, passed through (max_steps, precision, strategy, logger, ...)."""
 

@@ -29,6 +29,7 @@ def run(recipe: Recipe, options: Options) -> None:
             checkpoint=recipe.checkpoint,
             trainer=trainer,
             topology=topology,
+            speed=recipe.speed,
         )
         if topology.rank == 0 and best.exists():
             print(f"{best}/: the best drafter so far; next: python -m drafttrain export")

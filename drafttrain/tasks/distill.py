@@ -24,6 +24,8 @@ from drafttrain.errors import UserError
 from drafttrain.losses import Objective
 from drafttrain.target.target import Target
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer
+from drafttrain.tasks.speed import GraphedRead, make_score
+from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal
 from drafttrain.tasks.weights import keep_buffers, restore_buffers
 from drafttrain.tasks.window import Meter, Window, all_reduce
@@ -60,6 +62,7 @@ class DistillTask(pl.LightningModule):
         seed: int,
         position: Position,
         stop: StopSignal,
+        speed: SpeedConfig,
     ):
         super().__init__()
         self._frozen = (target,)
@@ -70,6 +73,9 @@ class DistillTask(pl.LightningModule):
         self.meter = Meter()
         self.window: Window | None = None
         self._first_bad: Tensor | None = None
+        self._score = make_score(net, objective, self._teacher, self.depth, speed.compile)
+        graphed = speed.graph_target and target.device.type == "cuda"
+        self._graphed = GraphedRead(target, net.needs.taps) if graphed else None
         # DeepSpeed's checkpoints leave frozen weights out (exclude_frozen_parameters); without any, nothing may be missing.
         self.strict_loading = all(weight.requires_grad for weight in net.parameters())
 
@@ -82,8 +88,7 @@ class DistillTask(pl.LightningModule):
         if batch.window is not None:
             self._open_window(batch.window)
         assert self.window is not None, "a window begins with the micro-batch that carries its counts"
-        drafted = self.net.rows(batch.sequences, self._features(batch), batch.layout)
-        terms, metrics = self.objective.terms(drafted, self.net.logits, self._teacher, self.depth)
+        terms, metrics = self._score(batch.sequences, self._features(batch), batch.layout)
         parts = [term.coefficient * term.sum / self.window.divisor(name) for name, term in terms.items()]
         loss = torch.stack(parts).sum()
         self._watch(loss.detach())
@@ -160,6 +165,8 @@ class DistillTask(pl.LightningModule):
         if batch.features is not None:
             return batch.features
         with torch.no_grad(), self._plain():
+            if self._graphed is not None:
+                return self._graphed(batch.sequences)
             return self.target.read_packed(batch.sequences, self.net.needs.taps)
 
     def _teacher(self, final_MD: Tensor) -> Tensor:

@@ -44,6 +44,7 @@ from drafttrain.tasks.conductor import Conductor, Run
 from drafttrain.tasks.distill import DistillTask, Position
 from drafttrain.tasks.optimizer import OptimizerConfig
 from drafttrain.tasks.progress import Reporter
+from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.weights import uses_deepspeed
 from drafttrain.types import Request
@@ -81,6 +82,7 @@ class Sections:
     optimizer: OptimizerConfig
     checkpoint: CheckpointConfig
     trainer: dict[str, Any]
+    speed: SpeedConfig
 
     @property
     def max_steps(self) -> int:
@@ -98,9 +100,10 @@ def train(
     checkpoint: CheckpointConfig,
     trainer: dict[str, Any],
     topology: Processes,
+    speed: SpeedConfig | None = None,
 ) -> Path:
     """Trains until `trainer.max_steps` or a stop signal; see the top of this file. UserError for everything a user can mend."""
-    sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer)
+    sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed or SpeedConfig())
     _check_trainer(trainer)
     say = print if topology.rank == 0 else _say_nothing
     checkpoints = Path(run_folder) / "checkpoints"
@@ -128,7 +131,7 @@ def train(
         require_space(checkpoints, 4 * size * 8, "training (two resume states and two drafters)")
         held_out = _held_out(Path(run_folder), model, checkpoint)
         run = Run(checkpoints, checkpoint, drafter, build, held_out, recipe)
-        task = DistillTask(model, net, objective, optimizer, share, data.seed, position, stop)
+        task = DistillTask(model, net, objective, optimizer, share, data.seed, position, stop, sections.speed)
         _fit(task, stream, run, sections, topology, Path(run_folder), saved)
     return checkpoints / "best"
 

@@ -73,6 +73,35 @@ def test_ledger_adds_up_over_the_whole_pipeline(whole):
     assert not list(whole.rglob("*.tmp"))
 
 
+def test_several_answers_to_a_prompt_differ_and_are_all_accounted_for(tmp_path):
+    target = FakeTarget()
+    store = run(tmp_path / "data", small_config(samples=2, greedy=True), target=target)
+    chats = {chat.key: chat.ids.tolist() for chat in map(store.chat, range(len(store)))}
+    first = [key for key in chats if "#" not in key]
+    assert len(first) > 5 and len(chats) == 3 * len(first)
+    prompts = {row["key"]: row["messages"] for row in map(json.loads, (tmp_path / "data/prompts.jsonl").read_text().splitlines())}
+    for key in first:
+        request = Request(f"{key}#greedy/answer", tuple(target.render(prompts[key])), 12)
+        assert chats[f"{key}#greedy"] == FakeSpeech(target)._rollout(request, 0.0, None).ids.tolist()
+    assert sum(chats[key] != chats[f"{key}#2"] for key in first) == len(first)
+    rows = store.manifest.rows
+    assert rows["kept"] == len(chats) and rows["in"] == rows["kept"] + sum(rows["dropped"].values())
+
+
+def test_ids_that_look_like_further_answers_are_refused(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": name, "messages": [{"role": "user", "content": f"kaban {name} lodor"}]} for name in ("a", "a#2", "b", "c")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = small_config(prompts=[JsonlPrompts(str(path))], held_out=1, samples=2, near_duplicate=1.0)
+    for seed in range(9):  # until neither of the two is held out
+        try:
+            run(tmp_path / str(seed), replace(config, seed=seed))
+        except UserError as error:
+            assert "rename ids" in str(error)
+            return
+    raise AssertionError("never refused")
+
+
 def test_questions_and_answers_do_not_share_random_streams(tmp_path):
     ask = FakeSpeech(FakeTarget())
     run(tmp_path / "data", ask=ask)

@@ -1,0 +1,93 @@
+"""Faster training steps that compute the same: the drafter's side compiled, the target's side as a CUDA graph.
+
+Small drafters are bound by launches: a 30-layer target takes a thousand of them, an unrolled drafter with its backward pass two
+thousand more, each tens of microseconds on the host.
+
+Shapes: B rows, T tokens, N scored elements, M teacher rows, Q drafting rows.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.errors import UserError
+from drafttrain.losses import Objective, Teacher
+from drafttrain.target.target import Target
+from drafttrain.types import Features, Layout, Sequences, Term
+
+Scored = tuple[dict[str, Term], dict[str, Tensor]]
+Score = Callable[[Sequences, Features, Layout], Scored]
+"""A micro-batch's terms and metric sums."""
+
+
+def make_score(net: DrafterNet, objective: Objective, teacher: Teacher, depth: int, compile: bool) -> Score:
+    """The drafter's forward pass and the objective as one function, compiled if asked.
+
+    Batch and row length never change in a run; how many elements are scored does, so those sizes stay symbolic and nothing is
+    compiled twice.
+    """
+
+    def score(sequences: Sequences, features: Features, layout: Layout) -> Scored:
+        drafted = net.rows(sequences, features, layout)
+        return objective.terms(drafted, net.logits, teacher, depth)
+
+    if not compile:
+        return score
+    compiled = torch.compile(score)
+
+    def with_symbols(sequences: Sequences, features: Features, layout: Layout) -> Scored:
+        for name in ("anchor_N", "depth_N", "label_N", "teacher_N", "draft_N", "cell_N", "pool_M"):
+            torch._dynamo.maybe_mark_dynamic(getattr(layout, name), 0)
+        torch._dynamo.maybe_mark_dynamic(layout.query_BQ, 1)
+        return compiled(sequences, features, layout)
+
+    return with_symbols
+
+
+@dataclass
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    sequences: Sequences
+    features: Features
+
+
+class GraphedRead:
+    """`target.read_packed` as one CUDA graph for each shape of batch. What it returns is overwritten by the next call."""
+
+    def __init__(self, target: Target, taps: tuple[int, ...]):
+        self.target, self.taps = target, taps
+        self._captured: dict[torch.Size, _Captured] = {}
+
+    def __call__(self, sequences: Sequences) -> Features:
+        shape = sequences.ids_BT.shape
+        if shape not in self._captured:
+            self._captured[shape] = self._capture(sequences)
+        captured = self._captured[shape]
+        for name in Sequences.__dataclass_fields__:
+            getattr(captured.sequences, name).copy_(getattr(sequences, name), non_blocking=True)
+        captured.graph.replay()
+        return captured.features
+
+    def _capture(self, sequences: Sequences) -> _Captured:
+        own = Sequences(*(getattr(sequences, name).clone() for name in Sequences.__dataclass_fields__))
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):  # libraries choose their kernels and workspaces before they are recorded
+                self.target.read_packed(own, self.taps)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads (pinning batches, watching NCCL) go on calling CUDA meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                features = self.target.read_packed(own, self.taps)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"speed.graph_target: the forward pass of {type(self.target.model).__name__} cannot be recorded as a CUDA graph "
+                f"({reason}); set speed.graph_target to false."
+            ) from None
+        return _Captured(graph, own, features)

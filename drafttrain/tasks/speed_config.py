@@ -1,0 +1,13 @@
+"""What the recipe says about making a training step faster without changing what it computes. No heavy imports."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SpeedConfig:
+    """Belongs to the machine, so the hardware recipes set it."""
+
+    compile: bool = False
+    """Compile the drafter's forward pass and the objective into fused kernels (torch.compile). Takes a minute when training starts."""
+    graph_target: bool = False
+    """On a GPU, replay the target's forward pass as one CUDA graph; without a GPU it changes nothing."""

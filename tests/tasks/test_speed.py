@@ -1,0 +1,76 @@
+"""What makes a step faster may not change what it computes."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.losses import SoftCrossEntropy
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
+from drafttrain.tasks.speed import GraphedRead, make_score
+from drafttrain.types import Sequences
+from drafttrain.vocab import DraftVocabulary
+
+TAPS = (0, 2)
+
+
+def packed(seed: int, rows: int = 2, length: int = 64) -> Sequences:
+    """Two chats in a row, their answers of random lengths, so that every seed scores another number of elements."""
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 320, (rows, length), generator=g)
+    document, position, supervised = (torch.zeros(rows, length, dtype=torch.long) for _ in range(3))
+    for row in range(rows):
+        cut, end, first, second = (int(torch.randint(*span, (1,), generator=g)) for span in ((20, 30), (50, 64), (3, 9), (3, 9)))
+        document[row, cut:end], document[row, end:] = 1, -1
+        position[row, :cut], position[row, cut:end] = torch.arange(cut), torch.arange(end - cut)
+        supervised[row, first:cut] = supervised[row, cut + second : end] = 1
+    return Sequences(ids, supervised.bool(), position, document)
+
+
+def make_net(target):
+    torch.manual_seed(0)
+    vocabulary = DraftVocabulary(torch.arange(0, 320, 2), 320)
+    return Eagle3(taps=list(TAPS), depth=3, draft_vocab=160).build(target, vocabulary)
+
+
+def loss_and_gradients(net, score, target, seed):
+    sequences = packed(seed)
+    layout = net.layout(sequences)
+    device = target.device
+    sequences, layout = sequences.to(device), layout.to(device)
+    features = target.read_packed(sequences, TAPS)
+    net.zero_grad()
+    terms, metrics = score(sequences, features, layout)
+    loss = torch.stack([term.coefficient * term.sum / term.count for term in terms.values()]).sum()
+    loss.backward()
+    return {"loss": loss.detach(), **metrics} | {name: weight.grad.clone() for name, weight in net.named_parameters()}
+
+
+def teacher_of(target, net):
+    return lambda final_MD: target.logits(final_MD, net.speakable_V)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(tiny_llama):
+    net = make_net(tiny_llama)
+    objective, teacher = SoftCrossEntropy(), teacher_of(tiny_llama, net)
+    plain, compiled = (make_score(net, objective, teacher, 3, compile=flag) for flag in (False, True))
+    counters.clear()
+    for seed in range(4):
+        wanted, found = (loss_and_gradients(net, score, tiny_llama, seed) for score in (plain, compiled))
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+    assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
+    assert not counters["graph_break"], counters["graph_break"]
+
+
+@pytest.mark.gpu
+def test_a_recorded_target_gives_the_same_features(target_folders):
+    target = load_target(TargetConfig(path=str(target_folders("llama"))), device="cuda")
+    read = GraphedRead(target, TAPS)
+    for seed in range(3):
+        sequences = packed(seed).to("cuda")
+        wanted, found = target.read_packed(sequences, TAPS), read(sequences)
+        torch.testing.assert_close(found.taps_BTAD, wanted.taps_BTAD)
+        torch.testing.assert_close(found.final_BTD, wanted.final_BTD)
