@@ -11,6 +11,7 @@ from drafttrain.data.store import Manifest, TokenStore
 from drafttrain.data.stream import DataConfig
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.optimizer import OptimizerConfig
+from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.types import Features, Sequences
 
 
@@ -84,6 +85,7 @@ def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Pa
         "optimizer": {"lr": 1e-3, "warmup_steps": 2},
         "checkpoint": {"every": 1000, "tau_every": 1000, "tau_prompts": 0},
         "trainer": {"max_steps": 4, "log_every_n_steps": 1},
+        "speed": {},
     }
     sections = {name: values | changes.get(name, {}) for name, values in given.items()}
     return train(
@@ -96,6 +98,7 @@ def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Pa
         checkpoint=CheckpointConfig(**sections["checkpoint"]),
         trainer=sections["trainer"],
         topology=Topology() if topology is None else topology,
+        speed=SpeedConfig(**sections["speed"]),
     )
 
 

@@ -93,13 +93,9 @@ def test_ids_that_look_like_further_answers_are_refused(tmp_path):
     rows = [{"id": name, "messages": [{"role": "user", "content": f"kaban {name} lodor"}]} for name in ("a", "a#2", "b", "c")]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = small_config(prompts=[JsonlPrompts(str(path))], held_out=1, samples=2, near_duplicate=1.0)
-    for seed in range(9):  # until neither of the two is held out
-        try:
+    with pytest.raises(UserError, match="rename ids"):
+        for seed in range(9):  # until neither of the two is held out
             run(tmp_path / str(seed), replace(config, seed=seed))
-        except UserError as error:
-            assert "rename ids" in str(error)
-            return
-    raise AssertionError("never refused")
 
 
 def test_questions_and_answers_do_not_share_random_streams(tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_run import logged, make_run, start
 from torch._dynamo.utils import counters
 
 from drafttrain.drafters.eagle3 import Eagle3
@@ -65,7 +66,18 @@ def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(
     assert not counters["graph_break"], counters["graph_break"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_compiled_training_run_logs_the_same_losses(tmp_path, tiny_llama, target_folders, precision):
+    plain, compiled = (make_run(tmp_path / name, tiny_llama) for name in ("plain", "compiled"))
+    trainer = {"max_steps": 6, "accumulate_grad_batches": 2, "precision": precision}
+    for run, flag in ((plain, False), (compiled, True)):
+        start(run, target_folders("llama"), trainer=trainer, speed={"compile": flag, "graph_target": True})
+    assert logged(compiled) == pytest.approx(logged(plain), rel=1e-4 if precision == "32-true" else 2e-2)
+
+
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_recorded_target_gives_the_same_features(target_folders):
     target = load_target(TargetConfig(path=str(target_folders("llama"))), device="cuda")
     read = GraphedRead(target, TAPS)
