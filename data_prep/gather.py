@@ -84,7 +84,7 @@ def askable(prompts: list[Prompt], work: Work, longest: int, ledger: Ledger) -> 
 
 def _unrenderable(prompt: Prompt, work: Work, longest: int) -> str | None:
     try:
-        ids = work.target.render(prompt.messages)
+        ids = work.target.render(prompt.messages, prompt.tools)
     except UserError:
         return "refused by the chat template"
     return f"prompt longer than {longest} tokens" if len(ids) > longest else None

@@ -124,7 +124,7 @@ def _training_chunks(config: PrepareConfig, work: Work, prompts: Sequence[Prompt
 
 
 def _requests(work: Work, prompts: Sequence[Prompt], limit: int) -> list[Request]:
-    return [Request(prompt.key, tuple(work.target.render(prompt.messages)), limit) for prompt in prompts]
+    return [Request(prompt.key, tuple(work.target.render(prompt.messages, prompt.tools)), limit) for prompt in prompts]
 
 
 def _dropped(records: list[ShardRecord]) -> Counter[str]:

@@ -58,11 +58,14 @@ class Prompt:
     """Stable name: source and number, or source and the row's own id. It also seeds the prompt's random stream."""
     source: str
     messages: list[dict]
+    """Leading system messages, then user turns alone: the target answers each of them in order, with its own answers between."""
+    tools: list[dict] | None = None
+    """JSON schemas of functions that the template is given."""
 
     @property
     def user(self) -> str:
-        """Text of the user turn."""
-        return self.messages[-1]["content"]
+        """Text of the user turns."""
+        return "\n".join(message["content"] for message in self.messages if message["role"] == "user")
 
 
 class PromptSource(ABC):

@@ -145,9 +145,9 @@ class Target:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def render(self, messages: list[dict]) -> list[int]:
-        """Token ids of a chat with the generation prompt at its end."""
-        return self.chat.render(messages)
+    def render(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
+        """Token ids of a chat with the generation prompt at its end; `tools` are JSON schemas of functions."""
+        return self.chat.render(messages, tools)
 
     def user_prefix(self) -> tuple[list[int], tuple[int, ...]]:
         """Token ids of an open user turn, and the ids that close it (besides `end_ids`)."""

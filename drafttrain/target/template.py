@@ -15,8 +15,8 @@ class ChatTemplate:
     def __init__(self, tokenizer, arguments: dict[str, Any], path: str):
         self.tokenizer, self.arguments, self.path = tokenizer, arguments, path
 
-    def text(self, messages: list[dict], generation_prompt: bool) -> str:
-        """The rendered chat. Raises UserError where there is no template or it refuses the chat."""
+    def text(self, messages: list[dict], generation_prompt: bool, tools: list[dict] | None = None) -> str:
+        """The rendered chat; `tools` are JSON schemas of functions. Raises UserError where there is no template or it refuses the chat."""
         if not self.tokenizer.chat_template:
             raise UserError(
                 f"target {self.path} has a tokenizer without a chat template, and chats cannot be rendered without one; "
@@ -24,7 +24,7 @@ class ChatTemplate:
             )
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generation_prompt, **self.arguments
+                messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self.arguments
             )
         except Exception as error:  # templates raise whatever they like
             raise UserError(
@@ -35,11 +35,11 @@ class ChatTemplate:
         """Token ids of rendered text (the template writes its own special tokens)."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def render(self, messages: list[dict]) -> list[int]:
+    def render(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
         """Token ids of a chat with the generation prompt at its end."""
         if not any(message.get("role") == "user" for message in messages):
             raise UserError("a chat has no user turn, so there is nothing to answer; give it a message with role 'user'.")
-        return self.encode(self.text(messages, generation_prompt=True))
+        return self.encode(self.text(messages, generation_prompt=True, tools=tools))
 
     def user_prefix(self) -> tuple[list[int], tuple[int, ...]]:
         """Token ids of an open user turn, and the first token of what the template writes after it."""

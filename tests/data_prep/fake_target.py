@@ -48,7 +48,7 @@ class FakeTarget:
         if max(taps) >= self.layers:
             raise UserError(f"taps {taps} are outside the layers")
 
-    def render(self, messages: list[dict]) -> list[int]:
+    def render(self, messages: list[dict], tools=None) -> list[int]:
         if any(message["content"] == "forbidden words here" for message in messages):
             raise UserError("the chat template refused a chat")
         return [token for message in messages for token in (1, *self.tokenizer.encode(message["content"]), 2)] + [1]
