@@ -1,7 +1,8 @@
 """The recipe's `prepare:` section. Loads nothing heavy: help texts and errors are made from it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from data_prep.quality import QualityConfig
 from data_prep.sources import PromptSource, require
 from drafttrain.errors import UserError
 
@@ -26,6 +27,12 @@ class PrepareConfig:
     """Temperature of the sampled training answers."""
     top_p: float = 1.0
     """Nucleus of the sampled training answers."""
+    thoughts: str = "supervised"
+    """supervised, or context: reasoning up to `</think>` stays in the text but is not trained on."""
+    turns: str = "all"
+    """Which answers of a chat of several turns are supervised: all or last."""
+    quality: QualityConfig = field(default_factory=QualityConfig)
+    """Which answers are dropped."""
     max_tokens: int = 256
     """Most tokens of a training answer."""
     max_prompt: int = 512
@@ -54,6 +61,8 @@ class PrepareConfig:
             self.near_duplicate,
             "above 0 and at most 1 (1 = identical only)",
         )
+        for name, choices in (("thoughts", ("supervised", "context")), ("turns", ("all", "last"))):
+            require(getattr(self, name) in choices, f"prepare.{name}", getattr(self, name), " or ".join(choices))
         require(self.samples >= (not self.greedy), "prepare.samples", self.samples, "at least 1, or 0 with prepare.greedy")
         require(self.temperature >= 0, "prepare.temperature", self.temperature, "0 (greedy) or more")
         if self.temperature == 0 and (self.samples > 1 or self.greedy):

@@ -16,10 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.answer import Answered, Chunk, Speech, answer, expected_bytes, in_chunks
+from data_prep.answer import Answered, Chunk, answer, expected_bytes, in_chunks
 from data_prep.config import PrepareConfig
+from data_prep.dialogue import Question, Rules, Speech, first_turn
 from data_prep.gather import Gathered, gather
 from data_prep.ledger import Ledger, reasons
+from data_prep.quality import QualityConfig
 from data_prep.sources import Ask, Prompt, Work
 from data_prep.stamp import require_same, settings
 from drafttrain.data.shards import FEATURE_DTYPE, ShardRecord
@@ -83,23 +85,28 @@ def engine(target: Target, config: PrepareConfig) -> Ask:
 def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, taps: tuple[int, ...] | None) -> Answered:
     """Both stores, with their manifests; returns what the training store took."""
     folder, hidden = work.folder, work.target.hidden
-    training = _training_chunks(config, work, gathered.training, taps)
-    greedy = Speech(0.0, 1.0, None)
-    held_out = in_chunks(_requests(work, gathered.held_out, config.held_out_max_tokens), config.chunk, greedy)
-    needed = expected_bytes(training, folder / "train", hidden) + expected_bytes(held_out, folder / "held_out", hidden)
-    asked = sum(len(chunk.requests) for chunk in training)
+    training, greedy = _training_chunks(config, work, gathered.training, taps), Speech(0.0, 1.0, None)
+    # Held-out prompts measure: their first turn alone, whole answers, whatever they are like.
+    first = [replace(prompt, messages=first_turn(prompt)) for prompt in gathered.held_out]
+    held_out = in_chunks(_questions(work, first), config.chunk, greedy)
+    rules = Rules(config.max_prompt, config.max_tokens, config.thoughts == "supervised", config.turns == "last", config.quality)
+    held_rules = Rules(config.max_prompt, config.held_out_max_tokens, True, False, QualityConfig())
+    needed = expected_bytes(training, folder / "train", rules.limit, hidden)
+    needed += expected_bytes(held_out, folder / "held_out", held_rules.limit, hidden)
+    asked = sum(len(chunk.questions) for chunk in training)
     require_space(folder, needed, f"{'tokens' if taps is None else 'features'} of {asked:,} chats")
 
-    held_done = answer(work, held_out, folder / "held_out")
-    ledger = Ledger(read=len(gathered.held_out), dropped=_dropped(held_done.records))
+    held_done = answer(work, held_out, folder / "held_out", held_rules)
+    ledger = Ledger()
+    _add_shards(ledger, held_done.records)
     _finish(work, folder / "held_out", held_done.records, ledger, None, {"temperature": 0.0, "top_p": 1.0}, gathered)
 
-    done = answer(work, training, folder / "train")
+    done = answer(work, training, folder / "train", rules)
     ledger = gathered.ledger
-    ledger.read += asked - len(gathered.training)  # a row for each further answer to a prompt
+    ledger.read -= len(gathered.training)  # the shards count them, once for every answer
     ledger.dropped.update({HELD_OUT: len(gathered.held_out)})
-    ledger.dropped.update(_dropped(done.records))
-    sampling = {name: getattr(config, name) for name in ("samples", "greedy", "temperature", "top_p")}
+    _add_shards(ledger, done.records)
+    sampling = {name: getattr(config, name) for name in ("samples", "greedy", "temperature", "top_p", "thoughts", "turns")}
     _finish(work, folder / "train", done.records, ledger, taps, sampling, gathered)
     return done
 
@@ -107,14 +114,15 @@ def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, taps: tup
 def _training_chunks(config: PrepareConfig, work: Work, prompts: Sequence[Prompt], taps: tuple[int, ...] | None) -> list[Chunk]:
     """Every answer that is asked for: `samples` of each prompt, and a greedy one if wanted. UserError if two would share a name."""
     sampled, greedy = Speech(config.temperature, config.top_p, taps), Speech(0.0, 1.0, taps)
-    requests = _requests(work, prompts, config.max_tokens)
+    questions = _questions(work, prompts)
     chunks = []
     for number in range(1, config.samples + 1):
-        named = requests if number == 1 else [replace(request, key=f"{request.key}#{number}") for request in requests]
+        named = questions if number == 1 else [replace(question, key=f"{question.key}#{number}") for question in questions]
         chunks += in_chunks(named, config.chunk, sampled)
     if config.greedy:
-        chunks += in_chunks([replace(request, key=f"{request.key}#greedy") for request in requests], config.chunk, greedy)
-    names = Counter(request.key for chunk in chunks for request in chunk.requests)
+        named = [replace(question, key=f"{question.key}#greedy") for question in questions]
+        chunks += in_chunks(named, config.chunk, greedy)
+    names = Counter(question.key for chunk in chunks for question in chunk.questions)
     twice = [name for name, count in names.items() if count > 1]
     if twice:
         raise UserError(
@@ -123,12 +131,16 @@ def _training_chunks(config: PrepareConfig, work: Work, prompts: Sequence[Prompt
     return chunks
 
 
-def _requests(work: Work, prompts: Sequence[Prompt], limit: int) -> list[Request]:
-    return [Request(prompt.key, tuple(work.target.render(prompt.messages, prompt.tools)), limit) for prompt in prompts]
+def _questions(work: Work, prompts: Sequence[Prompt]) -> list[Question]:
+    return [Question(p.key, p, tuple(work.target.render(first_turn(p), p.tools))) for p in prompts]
 
 
-def _dropped(records: list[ShardRecord]) -> Counter[str]:
-    return sum((Counter(record.rows["dropped"]) for record in records), Counter())
+def _add_shards(ledger: Ledger, records: list[ShardRecord]) -> None:
+    """Counts the rows of finished shards."""
+    for record in records:
+        ledger.read += record.rows["in"]
+        ledger.dropped.update(record.rows["dropped"])
+        ledger.notes.update(record.rows["notes"])
 
 
 def _finish(
@@ -155,7 +167,7 @@ def _finish(
         shards=len(records),
         tokens=sum(record.tokens for record in records),
         supervised_tokens=sum(record.supervised_tokens for record in records),
-        facts={**sampling, "sources": gathered.sources, "notes": dict(gathered.ledger.notes)},
+        facts={**sampling, "sources": gathered.sources, "notes": dict(ledger.notes)},
     ).write(folder)
 
 
