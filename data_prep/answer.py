@@ -11,7 +11,8 @@ from time import perf_counter
 
 from data_prep.dialogue import Answering, Question, Rules, Speech, question_key
 from data_prep.sources import Work
-from drafttrain.data.shards import TOKEN_BYTES, ShardRecord, feature_bytes, read_record, record_name, write_shard
+from drafttrain.data.features import feature_bytes
+from drafttrain.data.shards import TOKEN_BYTES, ShardRecord, read_record, record_name, write_shard
 from drafttrain.errors import UserError
 from drafttrain.files import explain_full_disk
 
@@ -40,14 +41,14 @@ def in_chunks(questions: Sequence[Question], size: int, speech: Speech) -> list[
     return [Chunk(ordered[start : start + size], speech) for start in range(0, len(ordered), size)]
 
 
-def expected_bytes(chunks: Sequence[Chunk], folder: Path, limit: int, hidden: int) -> int:
+def expected_bytes(chunks: Sequence[Chunk], folder: Path, rules: Rules, hidden: int) -> int:
     """Most bytes that the chunks without a shard can take: every answer as long as it may be, and each chat in one row."""
     total = 0
     for index, chunk in enumerate(chunks):
         if not (folder / record_name(index)).exists():
             taps = chunk.speech.taps
-            tokens = sum(len(question.ids) + limit * len(question.turns) for question in chunk.questions)
-            total += tokens * (TOKEN_BYTES + (0 if taps is None else feature_bytes(len(taps), hidden)))
+            tokens = sum(len(question.ids) + rules.limit * len(question.turns) for question in chunk.questions)
+            total += tokens * (TOKEN_BYTES + (0 if taps is None else feature_bytes(len(taps), hidden, rules.feature_dtype)))
     return total
 
 
@@ -63,7 +64,7 @@ def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules) -> A
             chats = answering.run(chunk.questions)
             facts = {**answering.ledger.facts(len(chats)), "asked": len(chunk.questions), "notes": dict(answering.ledger.notes)}
             with explain_full_disk(folder, kept):
-                record = write_shard(folder, index, chats, facts)
+                record = write_shard(folder, index, chats, facts, rules.feature_dtype)
             tokens, seconds = sum(int(chat.supervised.sum()) for chat in chats), perf_counter() - start
             done.tokens += tokens
             done.seconds += seconds

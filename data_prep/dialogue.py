@@ -19,7 +19,7 @@ import torch
 from data_prep.ledger import Ledger
 from data_prep.quality import QualityConfig, fault_of_answer
 from data_prep.sources import Prompt, Work
-from drafttrain.data.shards import FEATURE_DTYPE, Chat
+from drafttrain.data.shards import Chat
 from drafttrain.errors import UserError
 from drafttrain.types import Features, Request, Rollout
 
@@ -52,6 +52,8 @@ class Rules:
     last_turn: bool
     """Whether the last answer alone is supervised."""
     quality: QualityConfig
+    feature_dtype: str = "bfloat16"
+    """How kept features are stored."""
 
 
 @dataclass(frozen=True)
@@ -238,4 +240,4 @@ def first_turn(prompt: Prompt) -> list[dict]:
 def _features(rollout: Rollout) -> Features | None:
     if rollout.taps_TAD is None or rollout.final_TD is None:
         return None
-    return Features(rollout.taps_TAD.to("cpu", FEATURE_DTYPE), rollout.final_TD.to("cpu", FEATURE_DTYPE))
+    return Features(rollout.taps_TAD.to("cpu", torch.bfloat16), rollout.final_TD.to("cpu", torch.bfloat16))

@@ -24,7 +24,7 @@ from data_prep.ledger import Ledger, reasons
 from data_prep.quality import QualityConfig
 from data_prep.sources import Ask, Prompt, Work
 from data_prep.stamp import require_same, settings
-from drafttrain.data.shards import FEATURE_DTYPE, ShardRecord
+from drafttrain.data.shards import ShardRecord
 from drafttrain.data.store import Manifest, TokenStore
 from drafttrain.decoding.engine import Sampling, generate
 from drafttrain.errors import UserError
@@ -43,12 +43,13 @@ def prepare(
     *,
     taps: tuple[int, ...] | None,
     draft_vocab: int | None,
+    feature_dtype: str = "bfloat16",
     ask: Ask | None = None,
     say: Callable[[str], None] = print,
 ) -> TokenStore:
     """Makes or finishes `folder` (a run's data/) and returns the training store.
 
-    `taps` are the layers whose features are kept beside the tokens, None for none. `draft_vocab` is only used to print what a
+    `taps` are the layers whose features are kept beside the tokens (in `feature_dtype`), None for none. `draft_vocab` is only used to print what a
     draft vocabulary of that size covers. `ask` is who speaks for the target; the in-process engine unless given.
     UserError: settings that differ from those of an unfinished or finished folder, no usable prompt, no space, another process.
     """
@@ -59,14 +60,14 @@ def prepare(
     work = Work(target, ask or engine(target, config), folder, config.chunk, say)
     with RunLock(folder), explain_full_disk(folder, "what is finished so far is kept."):
         remove_leftovers(folder)
-        require_same(folder, settings(config, target, taps))
+        require_same(folder, settings(config, target, taps) | ({} if taps is None else {"data.feature_dtype": feature_dtype}))
         if all((folder / name / "manifest.json").exists() for name in ("train", "held_out")):
             training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
             say(f"{folder}/ is complete: {len(training):,} training chats, {len(held_out):,} held-out chats.")
             return training
         gathered = gather(config, work)
         say(f"{len(gathered.training):,} prompts to answer for training, {len(gathered.held_out):,} held out")
-        answered = _answer_all(config, work, gathered, taps)
+        answered = _answer_all(config, work, gathered, taps, feature_dtype)
     training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
     _report(folder, training, held_out, answered, draft_vocab, say)
     return training
@@ -82,7 +83,9 @@ def engine(target: Target, config: PrepareConfig) -> Ask:
     return ask
 
 
-def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, taps: tuple[int, ...] | None) -> Answered:
+def _answer_all(
+    config: PrepareConfig, work: Work, gathered: Gathered, taps: tuple[int, ...] | None, feature_dtype: str
+) -> Answered:
     """Both stores, with their manifests; returns what the training store took."""
     folder, hidden = work.folder, work.target.hidden
     training, greedy = _training_chunks(config, work, gathered.training, taps), Speech(0.0, 1.0, None)
@@ -91,15 +94,15 @@ def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, taps: tup
     held_out = in_chunks(_questions(work, first), config.chunk, greedy)
     rules = Rules(config.max_prompt, config.max_tokens, config.thoughts == "supervised", config.turns == "last", config.quality)
     held_rules = Rules(config.max_prompt, config.held_out_max_tokens, True, False, QualityConfig())
-    needed = expected_bytes(training, folder / "train", rules.limit, hidden)
-    needed += expected_bytes(held_out, folder / "held_out", held_rules.limit, hidden)
+    needed = expected_bytes(training, folder / "train", rules, hidden)
+    needed += expected_bytes(held_out, folder / "held_out", held_rules, hidden)
     asked = sum(len(chunk.questions) for chunk in training)
     require_space(folder, needed, f"{'tokens' if taps is None else 'features'} of {asked:,} chats")
 
     held_done = answer(work, held_out, folder / "held_out", held_rules)
     ledger = Ledger()
     _add_shards(ledger, held_done.records)
-    _finish(work, folder / "held_out", held_done.records, ledger, None, {"temperature": 0.0, "top_p": 1.0}, gathered)
+    _finish(work, folder / "held_out", held_done.records, ledger, None, None, {"temperature": 0.0, "top_p": 1.0}, gathered)
 
     done = answer(work, training, folder / "train", rules)
     ledger = gathered.ledger
@@ -107,7 +110,7 @@ def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, taps: tup
     ledger.dropped.update({HELD_OUT: len(gathered.held_out)})
     _add_shards(ledger, done.records)
     sampling = {name: getattr(config, name) for name in ("samples", "greedy", "temperature", "top_p", "thoughts", "turns")}
-    _finish(work, folder / "train", done.records, ledger, taps, sampling, gathered)
+    _finish(work, folder / "train", done.records, ledger, taps, feature_dtype, sampling, gathered)
     return done
 
 
@@ -149,6 +152,7 @@ def _finish(
     records: list[ShardRecord],
     ledger: Ledger,
     taps: tuple[int, ...] | None,
+    feature_dtype: str | None,
     sampling: dict[str, Any],
     gathered: Gathered,
 ) -> None:
@@ -162,7 +166,7 @@ def _finish(
     Manifest(
         identity=work.target.identity,
         taps=None if taps is None else list(taps),
-        feature_dtype=None if taps is None else str(FEATURE_DTYPE).removeprefix("torch."),
+        feature_dtype=None if taps is None else feature_dtype,
         rows=ledger.facts(kept),
         shards=len(records),
         tokens=sum(record.tokens for record in records),

@@ -45,26 +45,28 @@ def with_features(target, chats: Sequence[Chat], taps: tuple[int, ...]) -> list[
     return found
 
 
-def write_store(folder: Path, chats: Sequence[Chat], identity, taps: Sequence[int] | None = None) -> TokenStore:
+def write_store(
+    folder: Path, chats: Sequence[Chat], identity, taps: Sequence[int] | None = None, dtype: str = "bfloat16"
+) -> TokenStore:
     """A finished store of two shards."""
     folder.mkdir(parents=True)
     half = len(chats) // 2
     for index, part in enumerate((chats[:half], chats[half:])):
-        write_shard(folder, index, part, {"in": len(part), "kept": len(part), "dropped": {}})
+        write_shard(folder, index, part, {"in": len(part), "kept": len(part), "dropped": {}}, dtype)
     tokens = sum(len(chat.ids) for chat in chats)
     supervised = sum(int(chat.supervised.sum()) for chat in chats)
     rows = {"in": len(chats), "kept": len(chats), "dropped": {}}
     Manifest(
-        identity, None if taps is None else list(taps), None if taps is None else "bfloat16", rows, 2, tokens, supervised, {}
+        identity, None if taps is None else list(taps), None if taps is None else dtype, rows, 2, tokens, supervised, {}
     ).write(folder)
     return TokenStore.open(folder)
 
 
-def make_run(folder: Path, target, features: Sequence[int] | None = None, count: int = 23) -> Path:
+def make_run(folder: Path, target, features: Sequence[int] | None = None, count: int = 23, dtype: str = "bfloat16") -> Path:
     """A run folder as data_prep leaves it. `features`: layers whose outputs are kept."""
     chats = ragged_chats(count, target.vocab)
     train_chats = chats if features is None else with_features(target, chats, tuple(features))
-    write_store(folder / "data" / "train", train_chats, target.identity, features)
+    write_store(folder / "data" / "train", train_chats, target.identity, features, dtype)
     write_store(folder / "data" / "held_out", ragged_chats(4, target.vocab, seed=1, longest=16), target.identity)
     return folder
 

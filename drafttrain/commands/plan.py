@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafttrain.data.features import feature_bytes
 from drafttrain.data.packing import RowPlan, read_chats
-from drafttrain.data.shards import FEATURE_DTYPE
 from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import Share, plan_arithmetic
 from drafttrain.drafters.base import DrafterNet
@@ -99,12 +99,12 @@ def _disk(recipe: Recipe, run: Run, target: Target, net: DrafterNet) -> list[str
     trained = _size(net)
     lines = [f"parameters: {trained:,} trained, {_size(target.model):,} frozen in the target"]
     tokens, bound = _tokens(recipe, run)
-    taps, width = len(net.needs.taps), FEATURE_DTYPE.itemsize
-    per_token = (taps + 1) * target.hidden * width
+    taps, dtype = len(net.needs.taps), recipe.data.feature_dtype
+    per_token = feature_bytes(taps, target.hidden, dtype)
     if recipe.data.features == "stored" and tokens is not None:
         total = human_bytes(tokens * per_token)
         lines.append(
-            f"disk, features: {bound}{tokens:,} tokens x ({taps} taps + 1) x {target.hidden} x {width} bytes = {bound}{total}"
+            f"disk, features: {bound}{tokens:,} tokens x ({taps} taps + 1) x {target.hidden} in {dtype} = {bound}{total}"
         )
     elif recipe.data.features == "stored":
         lines.append(f"disk, features: {human_bytes(per_token)} a token; how many tokens is known after data_prep")

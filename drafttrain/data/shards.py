@@ -1,7 +1,8 @@
 """Shards of a token store on disk.
 
     tokens-00003.safetensors    ids [N] int32, supervised [N] uint8, offsets [C+1] int64 (chat c has rows offsets[c]:offsets[c+1])
-    features-00003.safetensors  taps [N, A, D], final [N, D]; only in a store that keeps features
+    features-00003.safetensors  taps [N, A, D], final [N, D], in float8 also taps_scale [N, A], final_scale [N];
+                                only in a store that keeps features
     shard-00003.json            written last: keys of the chats, bytes and sha256 of the two files, ledger of the chunk
 
 A shard exists if and only if its JSON does. Row t of a chat is what the target computed while reading token t (types.py).
@@ -16,11 +17,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from drafttrain.data.features import encode
 from drafttrain.errors import UserError
 from drafttrain.files import read_json, sha256_file, write_json_atomic, write_tensors_atomic
 from drafttrain.types import Features
-
-FEATURE_DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Chat:
     supervised: Tensor
     """True where the target generated the token [T]."""
     features: Features | None = None
-    """taps [T, A, D] and final [T, D] as stored (bfloat16). The last token was never read: its row is zero."""
+    """taps [T, A, D] and final [T, D] (bfloat16). The last token was never read: its row is zero."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,11 @@ def record_name(index: int) -> str:
     return f"shard-{index:05d}.json"
 
 
-def feature_bytes(taps: int, hidden: int) -> int:
-    """Bytes that the features of one token take."""
-    return (taps + 1) * hidden * FEATURE_DTYPE.itemsize
-
-
 TOKEN_BYTES = 5
 """Bytes of one token without features: int32 id, uint8 mask."""
 
 
-def write_shard(folder: Path, index: int, chats: Sequence[Chat], rows: Mapping) -> ShardRecord:
+def write_shard(folder: Path, index: int, chats: Sequence[Chat], rows: Mapping, feature_dtype: str = "bfloat16") -> ShardRecord:
     """Writes the files of one shard, its JSON last. All chats carry features, or none does; none at all is a shard too.
 
     Raises OSError (a full disk): then the shard does not exist.
@@ -92,13 +87,12 @@ def write_shard(folder: Path, index: int, chats: Sequence[Chat], rows: Mapping) 
     if kept:
         if len(kept) != len(chats):
             raise ValueError("some chats of this shard carry features and others do not")
-        files[features_name(index)] = write_tensors_atomic(
-            folder / features_name(index),
-            {
-                "taps": torch.cat([features.taps_BTAD for features in kept]).to(FEATURE_DTYPE),
-                "final": torch.cat([features.final_BTD for features in kept]).to(FEATURE_DTYPE),
-            },
-        )
+        taps, taps_scale = encode(torch.cat([features.taps_BTAD for features in kept]), feature_dtype)
+        final, final_scale = encode(torch.cat([features.final_BTD for features in kept]), feature_dtype)
+        tensors = {"taps": taps, "final": final}
+        if taps_scale is not None and final_scale is not None:
+            tensors |= {"taps_scale": taps_scale, "final_scale": final_scale}
+        files[features_name(index)] = write_tensors_atomic(folder / features_name(index), tensors)
     supervised = sum(int(chat.supervised.sum()) for chat in chats)
     record = ShardRecord([chat.key for chat in chats], files, dict(rows), int(lengths.sum()), supervised)
     write_json_atomic(folder / record_name(index), record.__dict__)

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from drafttrain.data.features import decode
 from drafttrain.data.shards import Chat, ShardRecord, features_name, read_record, tokens_name, verify
 from drafttrain.errors import UserError
 from drafttrain.files import read_json, write_json_atomic
@@ -137,10 +138,10 @@ class TokenStore:
             other_V += ids[~mask].bincount(minlength=len(other_V))
         return supervised_V, other_V
 
-    def require(self, identity: Identity, taps=None) -> None:
+    def require(self, identity: Identity, taps=None, feature_dtype: str | None = None) -> None:
         """UserError that names each difference between what the store was made with and what the recipe asks for.
 
-        `taps` are the layers whose stored features will be read; None if none will.
+        `taps` are the layers whose stored features will be read, in `feature_dtype` unless that is None; None if none will.
         """
         made = self.manifest.identity
         other = differences(asdict(made), identity)
@@ -148,6 +149,11 @@ class TokenStore:
             raise UserError(
                 f"{self.folder}/ was made with another target ({made.path}, the recipe says {identity.path}): {'; '.join(other)}"
                 ". Go back to that target, or give the run another `name` and run data_prep again."
+            )
+        if taps is not None and self.manifest.taps == list(taps) and feature_dtype not in (None, self.manifest.feature_dtype):
+            raise UserError(
+                f"{self.folder}/ holds features in {self.manifest.feature_dtype}, but the recipe says data.feature_dtype: "
+                f"{feature_dtype}. Set it to {self.manifest.feature_dtype}, or delete that folder and run data_prep again."
             )
         if taps is None or self.manifest.taps == list(taps):
             return
@@ -167,7 +173,13 @@ class TokenStore:
                 f"{self.folder}/ holds no features; set data.features to online, or delete it and run data_prep again."
             )
         file = self._map(shard, features_name(shard))
-        return Features(file.get_slice("taps")[start:end], file.get_slice("final")[start:end])
+        scaled = self.manifest.feature_dtype != "bfloat16"
+
+        def read(name: str) -> Tensor:
+            scale = file.get_slice(f"{name}_scale")[start:end] if scaled else None
+            return decode(file.get_slice(name)[start:end], scale)
+
+        return Features(read("taps"), read("final"))
 
     def _map(self, shard: int, name: str):
         """The mapped file, its content checked once per process."""

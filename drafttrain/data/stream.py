@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from drafttrain.data.features import require_feature_dtype
 from drafttrain.data.packing import RowPlan
 from drafttrain.data.store import TokenStore
 from drafttrain.errors import UserError
@@ -30,6 +31,8 @@ class DataConfig:
 
     features: str = "online"
     """online: the target reads every row inside the training step. stored: what data_prep kept on disk (prepare.features)."""
+    feature_dtype: str = "bfloat16"
+    """What features are rounded to, on disk and in the step: bfloat16, or float8_e4m3fn (half the bytes, a scale for each vector)."""
     length: int = 2048
     """Tokens in a packed row; longer chats are cut at the end."""
     rows: int = 1
@@ -42,6 +45,7 @@ class DataConfig:
     def __post_init__(self):
         if self.features not in FEATURES:
             raise UserError(f"data.features is {self.features!r}, but must be one of {', '.join(FEATURES)}.")
+        require_feature_dtype(self.feature_dtype)
         if self.length < 2:
             raise UserError(f"data.length is {self.length}, but a row needs at least 2 tokens.")
         if self.rows < 1:

@@ -12,12 +12,14 @@ Shapes: B rows, T tokens, N scored elements, H drafter width, M teacher rows, D 
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import lightning.pytorch as pl
 import numpy as np
 import torch
 from torch import Tensor
 
+from drafttrain.data.features import rounded
 from drafttrain.data.stream import MicroBatch, Share
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
@@ -63,12 +65,14 @@ class DistillTask(pl.LightningModule):
         position: Position,
         stop: StopSignal,
         speed: SpeedConfig,
+        feature_dtype: str,
     ):
         super().__init__()
         self._frozen = (target,)
         self.net, self.objective, self.optimizer_config = net, objective, optimizer
         self.share, self.seed, self.position, self.stop = share, seed, position, stop
         self.depth: int = net.needs.depth
+        self.feature_dtype = feature_dtype
         self.terms = tuple(objective.coefficients(self.depth))
         self.meter = Meter()
         self.window: Window | None = None
@@ -161,13 +165,12 @@ class DistillTask(pl.LightningModule):
         torch.manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))
 
     def _features(self, batch: MicroBatch) -> Features:
-        """As stored, or as the target computes them; the net casts what it reads to its own type."""
+        """As stored, or as the target computes them, rounded alike; the net casts what it reads to its own type."""
         if batch.features is not None:
             return batch.features
         with torch.no_grad(), self._plain():
-            if self._graphed is not None:
-                return self._graphed(batch.sequences)
-            return self.target.read_packed(batch.sequences, self.net.needs.taps)
+            read = self._graphed or partial(self.target.read_packed, taps=self.net.needs.taps)
+            return rounded(read(batch.sequences), self.feature_dtype)
 
     def _teacher(self, final_MD: Tensor) -> Tensor:
         """The target's logits over the draft vocabulary, computed as the target computes them."""

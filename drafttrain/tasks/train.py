@@ -121,7 +121,7 @@ def train(
         model = load_target(target, device=topology.device)
         build = _builder(drafter, model, store, data.seed, say)
         net = build()
-        store.require(model.identity, net.needs.taps if data.features == "stored" else None)
+        store.require(model.identity, net.needs.taps if data.features == "stored" else None, data.feature_dtype)
         share = Share(topology.rank, topology.world, trainer.get("accumulate_grad_batches", 1), data.rows)
         position = Position() if saved is None else saved.position
         stream = _stream(sections, store, share, model, net, position, say)
@@ -131,7 +131,7 @@ def train(
         require_space(checkpoints, 4 * size * 8, "training (two resume states and two drafters)")
         held_out = _held_out(Path(run_folder), model, checkpoint)
         run = Run(checkpoints, checkpoint, drafter, build, held_out, recipe)
-        task = DistillTask(model, net, objective, optimizer, share, data.seed, position, stop, sections.speed)
+        task = DistillTask(model, net, objective, optimizer, share, data.seed, position, stop, sections.speed, data.feature_dtype)
         _fit(task, stream, run, sections, topology, Path(run_folder), saved)
     return checkpoints / "best"
 
@@ -143,7 +143,7 @@ def recipe_facts(sections: Sections, store: TokenStore) -> dict[str, Any]:
         "target": {name: getattr(identity, name) for name in COMPARED},
         "drafter": {"class": type(sections.drafter).__name__, **dataclasses.asdict(sections.drafter)},
         "objective": {"class": type(sections.objective).__name__, **dataclasses.asdict(sections.objective)},
-        "data": {"length": sections.data.length, "seed": sections.data.seed},
+        "data": {name: getattr(sections.data, name) for name in ("length", "seed", "feature_dtype")},
         "optimizer": dataclasses.asdict(sections.optimizer),
         "chats": {
             "count": len(store),

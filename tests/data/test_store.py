@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from drafttrain.data import store as store_module
-from drafttrain.data.shards import Chat, ShardRecord, feature_bytes, read_record, write_shard
+from drafttrain.data.features import FEATURE_DTYPES, decode, encode, feature_bytes, rounded
+from drafttrain.data.shards import Chat, ShardRecord, read_record, write_shard
 from drafttrain.data.store import Manifest, TokenStore
 from drafttrain.errors import UserError
 from drafttrain.types import Features, Identity
@@ -31,8 +32,9 @@ CHATS = [[chat("a", 7, 3), chat("b", 5, 1)], [], [chat("c", 9, 8), chat("d", 1, 
 
 
 def write(folder, shards=CHATS, **changes) -> list[ShardRecord]:
+    dtype = changes.get("feature_dtype") or "bfloat16"
     records = [
-        write_shard(folder, index, chats, {"in": len(chats) + 1, "kept": len(chats), "dropped": {"why": 1}})
+        write_shard(folder, index, chats, {"in": len(chats) + 1, "kept": len(chats), "dropped": {"why": 1}}, dtype)
         for index, chats in enumerate(shards)
     ]
     kept = sum(map(len, shards))
@@ -94,10 +96,29 @@ def test_store_travels_to_workers_and_keeps_few_files_open(tmp_path, monkeypatch
     assert len(store._mapped) == 1
 
 
-def test_bytes_of_features_are_as_announced(tmp_path):
-    record = write(tmp_path)[0]
+@pytest.mark.parametrize("dtype", FEATURE_DTYPES)
+def test_bytes_of_features_are_as_announced(tmp_path, dtype):
+    record = write(tmp_path, feature_dtype=dtype)[0]
     data = record.files["features-00000.safetensors"]["bytes"]
-    assert 0 <= data - record.tokens * feature_bytes(2, 4) < 400  # the rest is the header
+    assert 0 <= data - record.tokens * feature_bytes(2, 4, dtype) < 500  # the rest is the header
+
+
+def test_float8_features_are_near_and_half_as_large(tmp_path):
+    """e4m3 has 3 bits of mantissa: a value is off by at most 1/16 of itself, or by half a step at the small end."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, 576, generator=g) * torch.logspace(-3, 3, 5)[:, None, None]
+    x[0, 0] = 0
+    stored, scale = encode(x, "float8_e4m3fn")
+    found = decode(stored, scale).float()
+    assert found.shape == x.shape and torch.equal(found[0, 0], x[0, 0])
+    allowed = x.abs() / 16 + x.abs().amax(-1, keepdim=True) / 448 * 2**-10 + x.abs() * 2**-8
+    assert ((found - x).abs() <= allowed).all()
+    assert feature_bytes(3, 576, "float8_e4m3fn") < 0.51 * feature_bytes(3, 576)
+    features = Features(x, x[:, 0])
+    once = rounded(features, "float8_e4m3fn")
+    write(tmp_path, [[Chat("a", torch.arange(5), torch.ones(5, dtype=torch.bool), features)]], feature_dtype="float8_e4m3fn")
+    back = TokenStore.open(tmp_path).chat(0, features=True).features
+    assert torch.equal(back.taps_BTAD, once.taps_BTAD) and torch.equal(back.final_BTD, once.final_BTD)
 
 
 def test_unfinished_and_missing_stores_are_refused(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from tiny_run import logged, make_run, ragged_chats, start, write_store
 
+from drafttrain.data.features import FEATURE_DTYPES
 from drafttrain.errors import UserError
 from drafttrain.tasks.checkpoints import find_last
 
@@ -100,11 +101,19 @@ def test_another_accumulation_goes_on_with_the_next_rows(tmp_path, tiny_llama, l
     assert logged(moved) == pytest.approx(logged(whole), rel=1e-5)
 
 
-def test_stored_features_give_the_loss_of_online_ones(tmp_path, tiny_llama, llama):
-    online, stored = (make_run(tmp_path / name, tiny_llama, features=[0, 2, 3]) for name in ("online", "stored"))
-    start(online, llama)
-    start(stored, llama, data={"features": "stored"})
-    assert logged(stored) == pytest.approx(logged(online), rel=5e-3)  # they are stored in bfloat16
+@pytest.mark.parametrize("dtype", FEATURE_DTYPES)
+def test_stored_features_give_the_loss_of_online_ones(tmp_path, tiny_llama, llama, dtype):
+    """Both are rounded alike, so what is left is the order of sums in the target (a chat read alone, or packed)."""
+    online, stored = (make_run(tmp_path / name, tiny_llama, features=[0, 2, 3], dtype=dtype) for name in ("online", "stored"))
+    start(online, llama, data={"feature_dtype": dtype})
+    start(stored, llama, data={"features": "stored", "feature_dtype": dtype})
+    assert logged(stored) == pytest.approx(logged(online), rel=1e-5)
+
+
+def test_features_stored_in_another_type_are_refused(tmp_path, tiny_llama, llama):
+    run = make_run(tmp_path, tiny_llama, features=[0, 2, 3])
+    with pytest.raises(UserError, match=r"holds features in bfloat16, but the recipe says data.feature_dtype: float8_e4m3fn"):
+        start(run, llama, data={"features": "stored", "feature_dtype": "float8_e4m3fn"})
 
 
 def test_measuring_tau_changes_nothing_in_the_training(tmp_path, tiny_llama, llama):
