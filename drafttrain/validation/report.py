@@ -39,6 +39,11 @@ A CPU is busy computing already when it decodes one token, so verifying several 
 serves few sequences waits for the weights to arrive from memory, so c stays little above 1 there: the assumed rows say what
 the same tau would give. They are arithmetic, not measurements: measure on the machine that serves."""
 
+POSITION_NOTE = """
+
+Repeated text is the share of runs of 8 tokens that stood earlier in the same answer. Small targets loop when they answer greedily, and
+prompt lookup copies loops."""
+
 DEFINITIONS = """\
 - **tau**, the acceptance length: 1 + accepted drafts / rounds, pooled over all rounds of all prompts: tokens per pass of
   the target. The first token of an answer comes from reading the prompt and belongs to no round. Every prompt was held to
@@ -73,6 +78,7 @@ def render(result: Mapping, samples: Sequence[Sample], figures: Mapping[str, str
         _differences(result),
         "## By method\n\n" + _methods(result),
         "## By depth\n\n" + _depths(result),
+        "## By position in the answer\n\n" + _positions(result),
         "\n\n".join(f"![{caption}]({name})" for caption, name in figures.items()),
         "## What it means for speed\n\n" + _speed(result),
         "## Simulated beside measured\n\n" + _simulation(result),
@@ -153,6 +159,17 @@ def _depths(r: Mapping) -> str:
         )
         rows.append(["", "of all rounds (reach)", *map(_percent, m["reach_by_depth"])])
     return table(["method", "accepted", *(f"depth {k}" for k in range(1, r["drafts"] + 1))], rows)
+
+
+def _positions(r: Mapping) -> str:
+    rows: list[list[object]] = [
+        [METHOD_NAMES[name], *("n/a" if tau is None else f"{tau:.3f}" for tau in m["tau_by_position"])]
+        for name, m in r["methods"].items()
+    ]
+    rows.append(["repeated text", *map(_percent, r["repeated_by_position"])])
+    return (
+        table(["tau of rounds that begin at token", *(f"{start}-{end}" for start, end in r["positions"])], rows) + POSITION_NOTE
+    )
 
 
 def _speed(r: Mapping) -> str:

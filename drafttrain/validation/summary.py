@@ -19,6 +19,10 @@ from drafttrain.validation.passes import Difference, Pass
 from drafttrain.vocab import coverage
 
 
+FIRST_SPAN = 32
+REPEATED_RUN = 8
+
+
 @dataclass(frozen=True)
 class Simulation:
     """The accepted counts that the training forward predicts, beside those that the loop measured."""
@@ -82,6 +86,8 @@ def summarize(
         "lookup_tau": tables["lookup"]["tau"] if "lookup" in tables else None,
         "untrained_tau": tables["untrained"]["tau"] if "untrained" in tables else None,
         "methods": tables,
+        "positions": [list(span) for span in spans(plain.rollouts)],
+        "repeated_by_position": repeated_by_position(plain.rollouts),
         "plain": {"tokens": plain.tokens, "seconds": plain.seconds, "tokens_per_second": plain.tokens_per_second},
         "differences": [asdict(d) for d in found],
         "simulation": asdict(simulation),
@@ -100,11 +106,49 @@ def _method(method: Pass, plain: Pass, drafts: int, lossless: bool) -> dict:
         "rounds": counts.rounds,
         "acceptance_by_depth": counts.acceptance_by_depth,
         "reach_by_depth": counts.reach_by_depth,
+        "tau_by_position": tau_by_position(method.rollouts, spans(plain.rollouts)),
         "rounds_by_accepted": [accepted.count(k) for k in range(drafts + 1)],
         "seconds": method.seconds,
         "tokens_per_second": method.tokens_per_second,
         "speedup": method.tokens_per_second / plain.tokens_per_second,
     }
+
+
+def spans(rollouts: Sequence[Rollout]) -> list[tuple[int, int]]:
+    """Stretches of answer positions, each twice as far as the one before: 0-32, 32-64, 64-128, ... up to the longest answer."""
+    longest = max((len(r.answer) for r in rollouts), default=1)
+    edges = [0, FIRST_SPAN]
+    while edges[-1] < longest:
+        edges.append(2 * edges[-1])
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def tau_by_position(rollouts: Sequence[Rollout], where: Sequence[tuple[int, int]]) -> list[float | None]:
+    """tau of the rounds whose anchor stands in each stretch of the answer; None where no round does."""
+    rounds, accepted = [0] * len(where), [0] * len(where)
+    for rollout in rollouts:
+        anchor = 0
+        for count in rollout.accepted:
+            index = next(i for i, (_, end) in enumerate(where) if anchor < end)
+            rounds[index] += 1
+            accepted[index] += count
+            anchor += count + 1
+    return [1.0 + a / n if n else None for a, n in zip(accepted, rounds, strict=True)]
+
+
+def repeated_by_position(rollouts: Sequence[Rollout]) -> list[float | None]:
+    """Share of the runs of 8 tokens, by the stretch they end in, that stood earlier in the same answer. Looping text can be copied."""
+    where = spans(rollouts)
+    runs, repeated = [0] * len(where), [0] * len(where)
+    for rollout in rollouts:
+        answer, seen = rollout.answer.tolist(), set()
+        for end in range(REPEATED_RUN, len(answer) + 1):
+            run = tuple(answer[end - REPEATED_RUN : end])
+            index = next(i for i, (_, stop) in enumerate(where) if end <= stop)
+            runs[index] += 1
+            repeated[index] += run in seen
+            seen.add(run)
+    return [r / n if n else None for r, n in zip(repeated, runs, strict=True)]
 
 
 def defined(acceptance: Sequence[float], reach: Sequence[float]) -> list[float | None]:

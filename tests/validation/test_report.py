@@ -16,6 +16,7 @@ METHOD = {
     "acceptance_by_depth": [0.3, 0.0, 0.0],
     "reach_by_depth": [0.3, 0.0, 0.0],
     "rounds_by_accepted": [1540, 495, 165, 0],
+    "tau_by_position": [1.5, 1.4, None],
     "seconds": 150.0,
     "tokens_per_second": 20.8,
     "speedup": 0.66,
@@ -34,6 +35,8 @@ RESULT = {
     "speedup": 0.66,
     "cost_ratio": 2.0,
     "methods": {"drafter": METHOD, "lookup": METHOD | {"tau": 1.1}, "untrained": METHOD | {"tau": 1.0}},
+    "positions": [[0, 32], [32, 64], [64, 128]],
+    "repeated_by_position": [0.0, 0.125, None],
     "plain": {"tokens": 3120, "seconds": 99.0, "tokens_per_second": 31.5},
     "differences": [],
     "simulation": {"tau": 1.401, "rounds": 2200, "relative_difference": 0.0007, "first_disagreement": None},
@@ -140,3 +143,9 @@ def test_figures_samples_and_provenance(result):
 
 def test_table_escapes_bars():
     assert table(["a"], [["x|y\nz"]]) == "| a |\n| --- |\n| x\\|y z |"
+
+
+def test_tau_by_position_stands_beside_the_share_of_repeated_text(result):
+    text = render(result, [], {})
+    assert "| the drafter | 1.500 | 1.400 | n/a |" in text and "| repeated text | 0.0% | 12.5% | n/a |" in text
+    assert "| tau of rounds that begin at token | 0-32 | 32-64 | 64-128 |" in text

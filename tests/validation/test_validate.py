@@ -12,10 +12,11 @@ import torch
 from drafttrain.decoding.engine import generate
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
-from drafttrain.types import Request
+from drafttrain.types import Request, Rollout
 from drafttrain.validation import validate as validate_module
 from drafttrain.validation.config import ValidateConfig
 from drafttrain.validation.report import RECOUNT
+from drafttrain.validation.summary import repeated_by_position, spans
 from drafttrain.validation.validate import validate
 from drafttrain.vocab import DraftVocabulary
 
@@ -107,6 +108,10 @@ def test_an_independent_recount_gives_the_reported_numbers(report, method):
     assert table["reach_by_depth"] == pytest.approx(reach)
     assert table["acceptance_by_depth"] == pytest.approx(conditional)
     assert sum(table["rounds_by_accepted"]) == rounds
+    begun = [(1 + sum(a + 1 for a in row[:i]), count) for row in accepted for i, count in enumerate(row)]  # of each round: token
+    for (start, end), found in zip(result["positions"], table["tau_by_position"], strict=True):
+        counts = [count for position, count in begun if start <= position - 1 < end]
+        assert found == (pytest.approx(1 + sum(counts) / len(counts)) if counts else None)
     top = {"drafter": "tau", "lookup": "lookup_tau", "untrained": "untrained_tau"}[method]
     assert result[top] == table["tau"]
     if method == "drafter":
@@ -247,3 +252,13 @@ def test_no_prompts_and_doubled_keys_are_refused(tiny_llama, tmp_path):
     with pytest.raises(UserError, match="key p0"):
         validate(tiny_llama, None, [prompts(1)[0]] * 2, CONFIG, tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+def test_repeated_text_is_counted_where_a_run_ends():
+    def rollout(answer):
+        return Rollout("r", torch.tensor([0, *answer]), 1, [], 0, True, torch.empty(0, dtype=torch.long))
+
+    found = repeated_by_position([rollout(range(40)), rollout([1, 2] * 20)])
+    # Up to token 32 each answer has 25 runs: all new in one, two distinct ones in the other; from there on 8 runs each.
+    assert found == [23 / 50, 8 / 16]
+    assert spans([rollout(range(40))]) == [(0, 32), (32, 64)]
