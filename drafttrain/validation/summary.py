@@ -4,6 +4,7 @@ Definitions (one place each, in words, are in the report's last part): tau = 1 +
 prompts; acceptance_by_depth[k] = accepted at k / rounds that reached k; reach_by_depth[k] = accepted at k / all rounds.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -17,7 +18,6 @@ from drafttrain.validation.config import ValidateConfig
 from drafttrain.validation.cost import Cost
 from drafttrain.validation.passes import Difference, Pass
 from drafttrain.vocab import coverage
-
 
 FIRST_SPAN = 32
 REPEATED_RUN = 8
@@ -120,7 +120,7 @@ def spans(rollouts: Sequence[Rollout]) -> list[tuple[int, int]]:
     edges = [0, FIRST_SPAN]
     while edges[-1] < longest:
         edges.append(2 * edges[-1])
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def tau_by_position(rollouts: Sequence[Rollout], where: Sequence[tuple[int, int]]) -> list[float | None]:
