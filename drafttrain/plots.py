@@ -120,6 +120,41 @@ def training_curve(points: Sequence[CurvePoint]) -> Figure:
     return figure
 
 
+def histograms(panels: Mapping[str, Sequence[float]], bins: int = 40) -> Figure:
+    """A panel for each title, with a histogram of its values."""
+    figure, all_axes = _figure(max(len(panels), 1), width=4.0 * max(len(panels), 1))
+    for index, (axes, (title, values)) in enumerate(zip(all_axes, panels.items(), strict=False)):
+        axes.hist(list(values), bins=bins, color=PALETTE[index % len(PALETTE)])
+        axes.set_title(title)
+        axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+    return figure
+
+
+def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_label: str) -> Figure:
+    """One line for each name through its (x, y) points, x on a logarithmic scale."""
+    figure, (axes,) = _figure(1, width=6.0)
+    for index, (name, points) in enumerate(lines.items()):
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, color=PALETTE[index % len(PALETTE)], linewidth=1.6, marker="o", markersize=3, label=name)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
+def bars(values: Mapping[str, float]) -> Figure:
+    """Horizontal bars in the order given, each with its number."""
+    figure, (axes,) = _figure(1, width=7.0, height=0.9 + 0.34 * max(len(values), 1))
+    drawn = axes.barh(list(values), list(values.values()), color=PALETTE[0], height=0.62)
+    axes.bar_label(drawn, labels=[f"{value:,.0f}" for value in values.values()], padding=4, fontsize=9, color=INK)
+    axes.set_xlim(0, 1.2 * max([1.0, *values.values()]))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    return figure
+
+
 def png(figure: Figure, dpi: int = 150) -> bytes:
     """The figure as PNG bytes, the same bytes for the same numbers (no date, no version inside)."""
     buffer = io.BytesIO()

@@ -10,6 +10,9 @@ from drafttrain.plots import (
     CurvePoint,
     acceptance_by_depth,
     accepted_histogram,
+    bars,
+    curves,
+    histograms,
     png,
     short_number,
     tau_by_method,
@@ -72,3 +75,12 @@ def test_png_is_a_picture_and_the_same_twice():
 @pytest.mark.parametrize(("value", "text"), [(950, "950"), (12_500, "12.5k"), (3_000_000, "3M"), (0, "0")])
 def test_short_number(value, text):
     assert short_number(value) == text
+
+
+def test_plain_figures_hold_their_numbers():
+    panels = histograms({"a": [1, 1, 2], "b": [5]}, bins=2).axes
+    assert [axes.get_title() for axes in panels] == ["a", "b"] and heights(panels[0]) == [[2, 1]]
+    (axes,) = curves({"x": [(256, 0.5), (512, 0.75)]}, "size", "share").axes
+    assert axes.lines[0].get_ydata().tolist() == [0.5, 0.75] and axes.get_xscale() == "log"
+    (axes,) = bars({"why": 3, "because": 1}).axes
+    assert [bar.get_width() for bar in axes.patches] == [3, 1] and png(bars({}))
