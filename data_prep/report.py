@@ -21,7 +21,7 @@ from drafttrain import plots
 from drafttrain.data.features import FEATURE_DTYPES, feature_bytes
 from drafttrain.data.store import TokenStore
 from drafttrain.files import human_bytes, write_atomic, write_json_atomic
-from drafttrain.vocab import DraftVocabulary, choose, coverage
+from drafttrain.vocab import DraftVocabulary, choose, coverage, size_for
 
 FURTHER_ANSWER = re.compile(r"#(\d+|greedy)$")
 LOOPS = 0.5
@@ -46,13 +46,14 @@ class ChatFacts:
     repeated: float
 
 
-def write_report(folder: Path, end_ids: Sequence[int], draft_vocab: int | None, taps: int) -> Path:
+def write_report(folder: Path, end_ids: Sequence[int], draft_vocab: int | float | None, taps: int) -> Path:
     """Writes data/report/ from the stores of a finished data folder and returns its README. `taps` is how many layers are tapped."""
     training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
     sources = _sources(folder)
     facts = [_facts(training, index, sources, set(end_ids)) for index in range(len(training))]
     supervised_V, other_V = training.counts()
     held_V = held_out.counts()[0]
+    vocabulary = choose(supervised_V, draft_vocab, other_V, always=end_ids)
     summary = {
         "rows": training.manifest.rows,
         "notes": training.manifest.facts.get("notes", {}),
@@ -60,7 +61,7 @@ def write_report(folder: Path, end_ids: Sequence[int], draft_vocab: int | None, 
         "tokens": training.manifest.tokens,
         "answer_tokens": training.manifest.supervised_tokens,
         "held_out": {"chats": len(held_out), "answer_tokens": held_out.manifest.supervised_tokens},
-        "sources": {name: _group(training, facts, name, draft_vocab) for name in sorted({f.source for f in facts})},
+        "sources": {name: _group(training, facts, name, vocabulary) for name in sorted({f.source for f in facts})},
         "turns": dict(sorted(Counter(f.turns for f in facts).items())),
         "coverage": _curve(supervised_V, other_V, held_V),
         "size_for_coverage": {str(share): size_for(supervised_V, share) for share in COVERAGES},
@@ -87,15 +88,6 @@ def write_report(folder: Path, end_ids: Sequence[int], draft_vocab: int | None, 
     return place / "README.md"
 
 
-def size_for(counts_V: torch.Tensor, share: float) -> int:
-    """Smallest number of most frequent tokens that covers this share of all counted ones; 1 where nothing was counted."""
-    ordered = counts_V.sort(descending=True).values.double().cumsum(0)
-    total = float(ordered[-1])
-    if not total:
-        return 1
-    return int((ordered < share * total - 1e-9).sum()) + 1
-
-
 def _sources(folder: Path) -> dict[str, str]:
     """Key of a prompt -> name of its source."""
     with open(folder / "prompts.jsonl", encoding="utf-8") as file:
@@ -117,12 +109,11 @@ def _facts(store: TokenStore, index: int, sources: dict[str, str], ends: set[int
     )
 
 
-def _group(store: TokenStore, facts: list[ChatFacts], source: str, draft_vocab: int | None) -> dict:
+def _group(store: TokenStore, facts: list[ChatFacts], source: str, vocabulary: DraftVocabulary) -> dict:
     """Numbers of one source."""
     mine = [index for index, f in enumerate(facts) if f.source == source]
     lengths = np.array([facts[index].answer for index in mine])
-    supervised_V, other_V = store.counts()
-    counts_V = torch.zeros_like(supervised_V)
+    counts_V = torch.zeros(vocabulary.size, dtype=torch.int64)
     for index in mine:
         chat = store.chat(index)
         counts_V += chat.ids[chat.supervised].bincount(minlength=len(counts_V))
@@ -134,7 +125,7 @@ def _group(store: TokenStore, facts: list[ChatFacts], source: str, draft_vocab: 
         "p95": float(np.quantile(lengths, 0.95)),
         "cut_at_limit": float(np.mean([not facts[index].stopped for index in mine])),
         "looping": float(np.mean([facts[index].repeated >= LOOPS for index in mine])),
-        "covered": coverage(choose(supervised_V, draft_vocab, other_V), counts_V) if draft_vocab else 1.0,
+        "covered": coverage(vocabulary, counts_V),
     }
 
 

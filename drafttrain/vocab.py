@@ -4,6 +4,7 @@
 `t2d` marks the target ids that are covered.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -58,8 +59,28 @@ class DraftVocabulary:
         return covered
 
 
-def choose(counts_V: Tensor, size: int | None, fallback_V: Tensor | None = None, least_coverage: float = 0.0) -> DraftVocabulary:
-    """The `size` tokens that the target says most often, by counts on supervised tokens (None: the full vocabulary).
+SIZE_MULTIPLE = 64
+"""A size found from a coverage is rounded up to this: matrix products like it."""
+
+
+def size_for(counts_V: Tensor, share: float) -> int:
+    """Smallest number of most frequent tokens that covers this share of all counted ones; 1 where nothing was counted."""
+    ordered = counts_V.sort(descending=True).values.double().cumsum(0)
+    total = float(ordered[-1])
+    return int((ordered < share * total - 1e-9).sum()) + 1 if total else 1
+
+
+def choose(
+    counts_V: Tensor,
+    size: int | float | None,
+    fallback_V: Tensor | None = None,
+    least_coverage: float = 0.0,
+    always: Sequence[int] = (),
+) -> DraftVocabulary:
+    """The tokens that the target says most often, by counts on supervised tokens.
+
+    `size` is how many, or, as a float up to 1.0, the share of the counted tokens to be covered; None is the full vocabulary. Tokens in
+    `always` (ends of turn) are in it whatever their counts: a drafter that cannot say them never ends an answer.
 
     Where fewer tokens were seen than asked for, the rest is filled by `fallback_V` (counts on prompts), then by the lowest
     ids: byte-pair vocabularies are in merge order, so a low id is a frequent token. Raises UserError if the size does not fit
@@ -68,13 +89,16 @@ def choose(counts_V: Tensor, size: int | None, fallback_V: Tensor | None = None,
     vocab = len(counts_V)
     if size is None:
         return DraftVocabulary.full(vocab)
+    if isinstance(size, float):
+        size = min(-(-size_for(counts_V, size) // SIZE_MULTIPLE) * SIZE_MULTIPLE, vocab)
     if not 0 < size <= vocab:
         raise UserError(
             f"drafter.init_args.draft_vocab is {size}, but the target's vocabulary has {vocab} tokens; use 1 to {vocab}, or null for all of it."
         )
     fallback_V = torch.zeros_like(counts_V) if fallback_V is None else fallback_V
     counts, prompts = counts_V.tolist(), fallback_V.tolist()
-    order = sorted(range(vocab), key=lambda token: (-counts[token], -prompts[token], token))
+    first = set(always)
+    order = sorted(range(vocab), key=lambda token: (token not in first, -counts[token], -prompts[token], token))
     chosen = DraftVocabulary(torch.tensor(sorted(order[:size])), vocab)
     reached = coverage(chosen, counts_V)
     if reached < least_coverage:

@@ -21,7 +21,7 @@ from drafttrain.target.target import Target
 from drafttrain.topology import Topology, read_topology, uses_deepspeed
 from drafttrain.trainer_section import trainer_arguments
 from drafttrain.types import Identity
-from drafttrain.vocab import DraftVocabulary
+from drafttrain.vocab import DraftVocabulary, choose
 
 ADAM_BYTES = 8
 """Two fp32 averages of every trained weight."""
@@ -39,13 +39,15 @@ def run(recipe: Recipe, options: Options) -> None:
 def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> list[str]:
     """What the recipe amounts to, one sentence a line."""
     target, reason = outline(recipe)
-    lines = [f"run folder: {run.folder}/", f"processes: {topology}", *_steps(recipe, run, topology)]
+    store = _store(run)
+    positions = recipe.data.length if target is None else target.max_positions
+    lines = [f"run folder: {run.folder}/", f"processes: {topology}", *_steps(recipe, store, topology, positions)]
     if target is None:
         return [*lines, f"parameters and bytes: not known, because the target's config cannot be read ({reason})"]
-    vocabulary = _vocabulary(recipe, target)
+    vocabulary = _vocabulary(recipe, target, store)
     with torch.device("meta"):
         net = recipe.drafter.build(target, vocabulary)
-    return [*lines, *_disk(recipe, run, target, net), *_device(recipe, topology, target, net)]
+    return [*lines, *_disk(recipe, store, target, net), *_device(recipe, topology, target, net)]
 
 
 def outline(recipe: Recipe) -> tuple[Target | None, str]:
@@ -70,9 +72,11 @@ def outline(recipe: Recipe) -> tuple[Target | None, str]:
     return Target(model, SimpleNamespace(tokenizer=None), identity, ()), ""  # type: ignore[arg-type]
 
 
-def _vocabulary(recipe: Recipe, target: Target) -> DraftVocabulary:
-    """A draft vocabulary of the right size; which tokens are in it is known after data_prep."""
+def _vocabulary(recipe: Recipe, target: Target, store: TokenStore | None) -> DraftVocabulary:
+    """A draft vocabulary of the right size; which tokens are in it, and how many where a coverage is asked for, is known after data_prep."""
     size = recipe.drafter.draft_vocab
+    if isinstance(size, float):
+        size = None if store is None else len(choose(store.counts()[0], size).ids)
     if size is not None and size > target.vocab:
         raise UserError(
             f"drafter.init_args.draft_vocab is {size}, but the target has {target.vocab} tokens; lower it, or set it to null."
@@ -80,25 +84,21 @@ def _vocabulary(recipe: Recipe, target: Target) -> DraftVocabulary:
     return DraftVocabulary(torch.arange(size or target.vocab), target.vocab)
 
 
-def _steps(recipe: Recipe, run: Run, topology: Topology) -> list[str]:
+def _steps(recipe: Recipe, store: TokenStore | None, topology: Topology, positions: int) -> list[str]:
     """Tokens of a step, and epochs once there is a token store."""
     data, steps = recipe.data, recipe.trainer.get("max_steps")
     share = Share(topology.rank, topology.world, recipe.trainer.get("accumulate_grad_batches", 1), data.rows)
-    try:
-        store = TokenStore.open(run.data / "train")
-    except UserError:
-        store = None
     if store is None or not steps:
         factors = f"{share.world} processes x {share.accumulate} accumulations x {share.rows} rows x {data.length} tokens"
         return [f"tokens/step: {factors} = {share.window_rows * data.length:,}; steps: {steps}; epochs are known after data_prep"]
-    return plan_arithmetic(RowPlan(read_chats(store, data.length), data.length, data.seed), share, steps)
+    return plan_arithmetic(RowPlan(read_chats(store, min(data.length, positions)), data.length, data.seed), share, steps)
 
 
-def _disk(recipe: Recipe, run: Run, target: Target, net: DrafterNet) -> list[str]:
+def _disk(recipe: Recipe, store: TokenStore | None, target: Target, net: DrafterNet) -> list[str]:
     """Bytes of features, checkpoints and export."""
     trained = _size(net)
     lines = [f"parameters: {trained:,} trained, {_size(target.model):,} frozen in the target"]
-    tokens, bound = _tokens(recipe, run)
+    tokens, bound = _tokens(recipe, store)
     taps, dtype = len(net.needs.taps), recipe.data.feature_dtype
     per_token = feature_bytes(taps, target.hidden, dtype)
     if recipe.data.features == "stored" and tokens is not None:
@@ -141,16 +141,24 @@ def _zero_stage(strategy: Any) -> int:
     return next((int(digit) for digit in strategy if digit.isdigit()), 2)
 
 
-def _tokens(recipe: Recipe, run: Run) -> tuple[int | None, str]:
-    """Tokens of the training store, or a bound from the recipe; and the words that go before the number."""
+def _store(run: Run) -> TokenStore | None:
+    """The training store if data_prep has finished."""
     try:
-        return TokenStore.open(run.data / "train").manifest.tokens, ""
+        return TokenStore.open(run.data / "train")
     except UserError:
-        counts = [vars(source).get("count") for source in recipe.prepare.prompts]
-        known = [count for count in counts if count is not None]
-        if len(known) < len(counts):
-            return None, ""
-        return sum(known) * (recipe.prepare.max_prompt + recipe.prepare.max_tokens), "at most "
+        return None
+
+
+def _tokens(recipe: Recipe, store: TokenStore | None) -> tuple[int | None, str]:
+    """Tokens of the training store, or a bound from the recipe; and the words that go before the number."""
+    if store is not None:
+        return store.manifest.tokens, ""
+    prepare = recipe.prepare
+    counts = [vars(source).get("count") for source in prepare.prompts]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return None, ""
+    return sum(known) * (prepare.samples + prepare.greedy) * (prepare.max_prompt + prepare.max_tokens), "at most "
 
 
 def _size(module: nn.Module) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from drafttrain.drafters.decoder import DecoderShape
+from drafttrain.errors import UserError
 from drafttrain.target.target import Target
 from drafttrain.types import Drafted, Features, Layout, Sequences
 from drafttrain.vocab import DraftVocabulary
@@ -23,14 +24,23 @@ from drafttrain.vocab import DraftVocabulary
 class DrafterConfig:
     """Base of the classes that a recipe may name as its drafter."""
 
-    draft_vocab: int | None = field(default=None, kw_only=True)
-    """Tokens the head can say; null for the full vocabulary."""
+    draft_vocab: int | float | None = field(default=None, kw_only=True)
+    """Tokens the head can say: how many, or (a float up to 1.0) the share of the training answers to cover; null for all."""
     least_coverage: float = field(default=0.0, kw_only=True)
     """Smallest share of the training answers' tokens that the draft vocabulary must cover."""
 
     def taps_of(self, target: Target) -> tuple[int, ...]:
         """Layers of this target that the drafter reads; raises UserError if the target has no such layers."""
         raise NotImplementedError
+
+    def _check_vocabulary(self) -> None:
+        size = self.draft_vocab
+        share = isinstance(size, float)
+        if size is not None and not (0 < size <= 1 if share else size >= 1):
+            raise UserError(
+                f"drafter.init_args.draft_vocab is {size}, but must be a number of tokens (at least 1), a share of the answers to cover "
+                "(above 0, up to 1.0), or null for the full vocabulary."
+            )
 
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "DrafterNet":
         """A fresh net on the target's device, its weights initialised from the target where that helps."""

@@ -34,18 +34,16 @@ class Eagle3(DrafterConfig):
     """Layers whose outputs are fused, 0-based, ascending. Empty: [1, n//2-1, n-4] of the target's n layers."""
     depth: int = 5
     """Steps that training unrolls (training-time test)."""
-    draft_vocab: int | None = 32000
-    """Tokens the head can say, chosen by counts on the training answers; null for the full vocabulary."""
+    draft_vocab: int | float | None = 32000
+    """Tokens the head can say, chosen by counts on the training answers: how many, or (0.99) the share of those answers that they
+    must cover; null for the full vocabulary."""
     least_coverage: float = 0.0
     """Smallest share of the training answers' tokens that the draft vocabulary must cover."""
 
     def __post_init__(self):
         if self.depth < 1:
             raise UserError(f"drafter.init_args.depth is {self.depth}, but a drafter drafts at least 1 token.")
-        if self.draft_vocab is not None and self.draft_vocab < 1:
-            raise UserError(
-                f"drafter.init_args.draft_vocab is {self.draft_vocab}, but must be at least 1, or null for the full vocabulary."
-            )
+        self._check_vocabulary()
         if list(self.taps) != sorted(set(self.taps)) or any(tap < 0 for tap in self.taps):
             raise UserError(f"drafter.init_args.taps is {list(self.taps)}, but must be distinct ascending 0-based layer numbers.")
         if not 0 <= self.least_coverage <= 1:

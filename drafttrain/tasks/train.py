@@ -183,7 +183,7 @@ def _builder(
     store.require(target.identity)
     supervised_V, other_V = store.counts()
     size = drafter.draft_vocab
-    vocabulary = vocab.choose(supervised_V, size, other_V, drafter.least_coverage)
+    vocabulary = vocab.choose(supervised_V, size, other_V, drafter.least_coverage, target.end_ids)
     say(_coverage(vocabulary, supervised_V))
 
     def build() -> DrafterNet:

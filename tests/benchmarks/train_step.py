@@ -60,7 +60,7 @@ def main() -> None:
     target = load_target(recipe.target, device=device)
     store = TokenStore.open(own.runs / recipe.name / "data" / "train")
     supervised_V, other_V = store.counts()
-    vocabulary = vocab.choose(supervised_V, recipe.drafter.draft_vocab, other_V, 0.0)
+    vocabulary = vocab.choose(supervised_V, recipe.drafter.draft_vocab, other_V, 0.0, target.end_ids)
     plan = RowPlan(read_chats(store, min(recipe.data.length, target.max_positions)), recipe.data.length, 0)
 
     print(

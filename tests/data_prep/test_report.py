@@ -4,11 +4,9 @@ import json
 import re
 
 import pytest
-import torch
 from fake_target import FakeSpeech, FakeTarget, small_config
 
 from data_prep.pipeline import prepare
-from data_prep.report import size_for
 from data_prep.sources import JsonlPrompts, SelfPrompts
 from drafttrain.data.features import feature_bytes
 from drafttrain.data.store import TokenStore
@@ -64,9 +62,3 @@ def test_the_report_names_every_drop_and_its_figures_exist(folder):
         assert f"| {reason} |" in text
     figures = re.findall(r"!\[\w+\]\((\w+\.png)\)", text)
     assert len(figures) == 3 and all((folder / "report" / name).stat().st_size > 1000 for name in figures)
-
-
-def test_size_for_a_coverage():
-    counts = torch.tensor([0, 50, 30, 15, 5])
-    assert [size_for(counts, share) for share in (0.5, 0.8, 0.95, 0.96, 1.0)] == [1, 2, 3, 4, 4]
-    assert size_for(torch.zeros(3), 0.9) == 1

@@ -9,7 +9,7 @@ from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, run_lengths
 from drafttrain.losses import SoftCrossEntropy
 from drafttrain.types import Features, Sequences
-from drafttrain.vocab import DraftVocabulary, choose, coverage
+from drafttrain.vocab import DraftVocabulary, choose, coverage, size_for
 
 ALL = torch.ones(400, dtype=torch.bool)
 
@@ -245,3 +245,16 @@ def test_vocabulary_choice_and_offsets():
     with pytest.raises(UserError, match="covers 60.0%"):
         choose(counts, 1, least_coverage=0.9)
     assert choose(counts, None).is_full
+    assert 49 in choose(counts, 2, always=(49,)).ids.tolist()
+
+
+def test_a_draft_vocabulary_by_coverage():
+    counts = torch.tensor([0, 50, 30, 15, 5])
+    assert [size_for(counts, share) for share in (0.5, 0.8, 0.95, 0.96, 1.0)] == [1, 2, 3, 4, 4]
+    assert size_for(torch.zeros(3), 0.9) == 1
+    many = torch.arange(1000, 0, -1)
+    chosen = choose(many, 0.5)
+    assert len(chosen.ids) % 64 == 0 and 0.5 <= coverage(chosen, many) < 0.55
+    for bad in (0.0, 1.5, 0, -3):
+        with pytest.raises(UserError, match="draft_vocab"):
+            Eagle3(draft_vocab=bad)
