@@ -6,15 +6,19 @@ keys and the seed only, so a run that was killed starts at the first chunk witho
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 from data_prep.dialogue import Answering, Question, Rules, Speech, question_key
 from data_prep.sources import Work
+from data_prep.team import Team
 from drafttrain.data.features import feature_bytes
 from drafttrain.data.shards import TOKEN_BYTES, ShardRecord, read_record, record_name, write_shard
 from drafttrain.errors import UserError
 from drafttrain.files import explain_full_disk
+
+ALONE = Team()
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,18 @@ def expected_bytes(chunks: Sequence[Chunk], folder: Path, rules: Rules, hidden: 
     return total
 
 
-def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules) -> Answered:
-    """Makes the shards that are not there yet. UserError on a full disk (finished shards stay) or a damaged shard."""
+def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules, team: Team = ALONE) -> Answered:
+    """Makes the shards of this process that are not there yet, and waits for those of others if it leads.
+
+    UserError on a full disk (finished shards stay) or a damaged shard.
+    """
     done = Answered([])
-    for index, chunk in enumerate(chunks):
+    for index in sorted(range(len(chunks)), key=lambda index: not team.mine(index)):  # its own first
+        chunk = chunks[index]
+        if not team.mine(index):
+            if not team.leads:
+                break
+            team.wait_until(partial(_is_made, folder, index))
         record = read_record(folder, index)
         if record is None:
             kept = f"{index} of {len(chunks)} shards in {folder}/ are finished and kept."
@@ -78,6 +90,10 @@ def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules) -> A
             )
         done.records.append(record)
     return done
+
+
+def _is_made(folder: Path, index: int) -> bool:
+    return (folder / record_name(index)).exists()
 
 
 def _belongs(record: ShardRecord, chunk: Chunk) -> bool:

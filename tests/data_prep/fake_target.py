@@ -114,8 +114,9 @@ def small_config(**changes):
     return PrepareConfig(**{**values, **changes})
 
 
-if __name__ == "__main__":  # python fake_target.py FOLDER SECONDS_PER_ANSWER: to be killed from outside
+if __name__ == "__main__":  # python fake_target.py FOLDER SECONDS_PER_ANSWER [RANK WORLD START]: to be killed from outside
     from data_prep.pipeline import prepare
+    from data_prep.team import Team
 
     fake = FakeTarget()
     prepare(
@@ -125,5 +126,6 @@ if __name__ == "__main__":  # python fake_target.py FOLDER SECONDS_PER_ANSWER: t
         taps=(1, 3),
         draft_vocab=16,
         ask=FakeSpeech(fake, slow=float(sys.argv[2])),
+        team=Team(int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]) if len(sys.argv) > 3 else Team(),
         say=lambda text: print(text, flush=True),
     )
