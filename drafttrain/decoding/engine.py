@@ -112,12 +112,13 @@ class _Loop:
     def run(self) -> Iterator[Rollout]:
         while self.waiting or any(self.rows):
             free = [b for b, row in enumerate(self.rows) if row is None]
-            # Prefilling interrupts everybody, so it waits until several rows can share it.
-            if self.waiting and len(free) >= max(1, min(len(self.waiting), len(self.rows) // 8)):
+            # Prefilling interrupts everybody. A GPU waits until several rows can share one; a CPU is busy with any, and idle rows cost.
+            enough = len(self.rows) // 8 if self.target.device.type == "cuda" else 1
+            if self.waiting and len(free) >= max(1, min(len(self.waiting), enough)):
                 self._admit(free[: len(self.waiting)])
                 yield from self._finished()
                 continue
-            if not self.waiting and len(free) * 2 >= len(self.rows) and len(self.rows) > 1:
+            if not self.waiting and len(free) * 4 >= len(self.rows) and len(self.rows) > 1:
                 self._select([b for b, row in enumerate(self.rows) if row is not None])
             self._round()
             yield from self._finished()
