@@ -27,6 +27,7 @@ def run(recipe: Recipe, options: Options) -> None:
         "name": recipe.name,
         "command": command_line(),
         "commit": commit(),
+        "draft": str(draft.relative_to(folder.folder)),
         "export_hash": export_hash(draft),
         "training_log": folder.training_log,
     }

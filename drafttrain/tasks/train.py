@@ -121,6 +121,11 @@ def train(
         model = load_target(target, device=topology.device)
         build = _builder(drafter, model, store, data.seed, say)
         net = build()
+        if net.needs.depth > data.length - 2:  # an anchor needs a row before it and `depth` labels behind it
+            raise UserError(
+                f"drafter.init_args.depth is {net.needs.depth}, but a row of data.length {data.length} tokens has room for at most "
+                f"{data.length - 2} drafts; lower the depth or raise data.length."
+            )
         store.require(model.identity, net.needs.taps if data.features == "stored" else None, data.feature_dtype)
         share = Share(topology.rank, topology.world, trainer.get("accumulate_grad_batches", 1), data.rows)
         position = Position() if saved is None else saved.position

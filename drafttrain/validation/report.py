@@ -218,6 +218,7 @@ def _made(r: Mapping) -> str:
             f"{r['prompts']} held-out prompts; answers up to {c['max_tokens']} tokens, {c['slots']} at a time; temperature 0",
         ],
         ["draft vocabulary", f"{v['size']:,} of {v['target_size']:,} tokens: {_percent(v['coverage'])} of these answers' tokens"],
+        ["drafter", f"{r['draft']}/" if r.get("draft") else ""],
         ["export", r.get("export_hash") or ""],
         ["date", r["date"]],
     ]

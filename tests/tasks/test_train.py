@@ -110,6 +110,12 @@ def test_stored_features_give_the_loss_of_online_ones(tmp_path, tiny_llama, llam
     assert logged(stored) == pytest.approx(logged(online), rel=1e-5)
 
 
+def test_a_depth_that_no_row_has_room_for_is_refused(tmp_path, tiny_llama, llama):
+    run = make_run(tmp_path, tiny_llama)
+    with pytest.raises(UserError, match=r"depth is 7, but a row of data.length 8 tokens has room for at most 6 drafts"):
+        start(run, llama, drafter={"depth": 7}, data={"length": 8})
+
+
 def test_features_stored_in_another_type_are_refused(tmp_path, tiny_llama, llama):
     run = make_run(tmp_path, tiny_llama, features=[0, 2, 3])
     with pytest.raises(UserError, match=r"holds features in bfloat16, but the recipe says data.feature_dtype: float8_e4m3fn"):
