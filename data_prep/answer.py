@@ -76,7 +76,7 @@ def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules, team
             chats = answering.run(chunk.questions)
             facts = {**answering.ledger.facts(len(chats)), "asked": len(chunk.questions), "notes": dict(answering.ledger.notes)}
             with explain_full_disk(folder, kept):
-                record = write_shard(folder, index, chats, facts, rules.feature_dtype)
+                record = write_shard(folder, index, chats, facts, rules.feature_dtype, chunk.speech.taps)
             tokens, seconds = sum(int(chat.supervised.sum()) for chat in chats), perf_counter() - start
             done.tokens += tokens
             done.seconds += seconds

@@ -11,8 +11,9 @@ Shapes: C chats, N tokens of all chats of the shard, T tokens of one chat, A tap
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,7 @@ class ShardRecord:
 
     keys: list[str]
     files: dict[str, dict]
-    """File name -> {"bytes", "sha256"}."""
+    """File name -> {"bytes", "sha256"}; of features also "dtype" and "taps"."""
     rows: dict
     """Ledger of the chunk: {"in", "kept", "dropped": {reason: n}}."""
     tokens: int
@@ -66,7 +67,14 @@ TOKEN_BYTES = 5
 """Bytes of one token without features: int32 id, uint8 mask."""
 
 
-def write_shard(folder: Path, index: int, chats: Sequence[Chat], rows: Mapping, feature_dtype: str = "bfloat16") -> ShardRecord:
+def write_shard(
+    folder: Path,
+    index: int,
+    chats: Sequence[Chat],
+    rows: Mapping,
+    feature_dtype: str = "bfloat16",
+    taps: Sequence[int] | None = None,
+) -> ShardRecord:
     """Writes the files of one shard, its JSON last. All chats carry features, or none does; none at all is a shard too.
 
     Raises OSError (a full disk): then the shard does not exist.
@@ -87,16 +95,45 @@ def write_shard(folder: Path, index: int, chats: Sequence[Chat], rows: Mapping, 
     if kept:
         if len(kept) != len(chats):
             raise ValueError("some chats of this shard carry features and others do not")
-        taps, taps_scale = encode(torch.cat([features.taps_BTAD for features in kept]), feature_dtype)
-        final, final_scale = encode(torch.cat([features.final_BTD for features in kept]), feature_dtype)
-        tensors = {"taps": taps, "final": final}
-        if taps_scale is not None and final_scale is not None:
-            tensors |= {"taps_scale": taps_scale, "final_scale": final_scale}
-        files[features_name(index)] = write_tensors_atomic(folder / features_name(index), tensors)
+        files[features_name(index)] = _write_features(folder, index, kept, feature_dtype, taps)
     supervised = sum(int(chat.supervised.sum()) for chat in chats)
     record = ShardRecord([chat.key for chat in chats], files, dict(rows), int(lengths.sum()), supervised)
     write_json_atomic(folder / record_name(index), record.__dict__)
     return record
+
+
+def add_features(
+    folder: Path, index: int, record: ShardRecord, features: Sequence[Features], dtype: str, taps: Sequence[int]
+) -> ShardRecord:
+    """Gives a finished shard features [T, A, D] and [T, D] of each of its chats, or others than it has. Raises OSError.
+
+    The JSON is written last: until then the shard is what it was before, or, where it had features already, one without.
+    """
+    bare = {name: facts for name, facts in record.files.items() if name != features_name(index)}
+    if bare != record.files:
+        write_json_atomic(folder / record_name(index), {**record.__dict__, "files": bare})
+    files = bare if not features else bare | {features_name(index): _write_features(folder, index, features, dtype, taps)}
+    made = replace(record, files=files)
+    write_json_atomic(folder / record_name(index), made.__dict__)
+    return made
+
+
+def has_features(record: ShardRecord, index: int, dtype: str, taps: Sequence[int]) -> bool:
+    """Whether the shard keeps these features. One without chats needs none."""
+    facts = record.files.get(features_name(index))
+    return not record.keys or (facts is not None and (facts.get("dtype"), facts.get("taps")) == (dtype, list(taps)))
+
+
+def _write_features(
+    folder: Path, index: int, kept: Sequence[Features], dtype: str, layers: Sequence[int] | None
+) -> dict[str, Any]:
+    taps, taps_scale = encode(torch.cat([features.taps_BTAD for features in kept]), dtype)
+    final, final_scale = encode(torch.cat([features.final_BTD for features in kept]), dtype)
+    tensors = {"taps": taps, "final": final}
+    if taps_scale is not None and final_scale is not None:
+        tensors |= {"taps_scale": taps_scale, "final_scale": final_scale}
+    facts = write_tensors_atomic(folder / features_name(index), tensors)
+    return facts | {"dtype": dtype, "taps": None if layers is None else list(layers)}
 
 
 def read_record(folder: Path, index: int) -> ShardRecord | None:
