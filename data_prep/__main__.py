@@ -2,11 +2,17 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
+from data_prep.engines import OpenAIServer
 from data_prep.pipeline import prepare
+from data_prep.team import Team
 from drafttrain.cli import guarded, parse
 from drafttrain.files import RunLock
-from drafttrain.target.load import load_target
+from drafttrain.target.load import load_speaker, load_target
+from drafttrain.topology import read_topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,11 +25,26 @@ def _main(argv: Sequence[str]) -> None:
     if parsed is None:
         return
     recipe, options = parsed
-    target = load_target(recipe.target)
-    taps = recipe.drafter.taps_of(target) if recipe.data.features == "stored" else None
-    with RunLock(options.run.folder):
-        options.run.record("data_prep", recipe.plain())
-        prepare(recipe.prepare, target, options.run.data, taps=taps, draft_vocab=recipe.drafter.draft_vocab)
+    topology = read_topology()
+    team = Team.of(topology.rank, topology.world)
+    stored = recipe.data.features == "stored"
+    # With a server the weights are needed for features alone.
+    served = isinstance(recipe.prepare.engine, OpenAIServer)
+    target: Any = load_speaker(recipe.target) if served and not stored else load_target(recipe.target, topology.device)
+    taps = recipe.drafter.taps_of(target) if stored else None
+    with RunLock(options.run.folder) if team.leads else nullcontext():
+        if team.leads:
+            options.run.record("data_prep", recipe.plain(), topology.world)
+        prepare(
+            recipe.prepare,
+            target,
+            options.run.data,
+            taps=taps,
+            draft_vocab=recipe.drafter.draft_vocab,
+            feature_dtype=recipe.data.feature_dtype,
+            team=team,
+            say=print if team.leads else partial(print, f"[{team.rank}]"),
+        )
 
 
 if __name__ == "__main__":

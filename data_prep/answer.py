@@ -62,6 +62,7 @@ def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules, team
     UserError on a full disk (finished shards stay) or a damaged shard.
     """
     done = Answered([])
+    records: dict[int, ShardRecord] = {}
     for index in sorted(range(len(chunks)), key=lambda index: not team.mine(index)):  # its own first
         chunk = chunks[index]
         if not team.mine(index):
@@ -88,7 +89,8 @@ def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules, team
                 f"{folder / record_name(index)} belongs to other prompts than {folder.parent}/ has; "
                 f"delete {folder}/ and run data_prep again."
             )
-        done.records.append(record)
+        records[index] = record
+    done.records = [records[index] for index in sorted(records)]
     return done
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from data_prep.engines import Engine, LocalEngine
 from data_prep.quality import QualityConfig
 from data_prep.sources import PromptSource, require
 from drafttrain.errors import UserError
@@ -39,8 +40,10 @@ class PrepareConfig:
     """Most tokens of a prompt with its template; longer ones are dropped."""
     held_out_max_tokens: int = 256
     """Most tokens of a held-out answer."""
+    engine: Engine = field(default_factory=LocalEngine)
+    """Who speaks for the target: LocalEngine, OpenAIServer."""
     slots: int = 32
-    """Chats answered at once. May be changed between restarts."""
+    """Chats answered at once by LocalEngine. May be changed between restarts."""
     chunk: int = 64
     """Prompts per shard: the unit of work that a killed run does again."""
     seed: int = 0

@@ -3,6 +3,7 @@
     data/settings.json                        what this folder is made with
     data/attempts/                            sampled user turns, if the target writes its own prompts
     data/prompts.jsonl, held_out.jsonl ...    see gather.py
+    data/report/                              what is in it, for people
     data/train/                               TokenStore of training answers, with features if the recipe stores them
     data/held_out/                            TokenStore of greedy answers
 
@@ -16,15 +17,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.answer import Answered, Chunk, answer, expected_bytes, in_chunks
+from data_prep.answer import ALONE, Answered, Chunk, answer, expected_bytes, in_chunks
 from data_prep.config import PrepareConfig
 from data_prep.dialogue import Question, Rules, Speech, first_turn
+from data_prep.engines import OpenAIServer
+from data_prep.featurize import featurize
 from data_prep.gather import Gathered, gather
 from data_prep.ledger import Ledger, reasons
 from data_prep.quality import QualityConfig
+from data_prep.report import write_report
+from data_prep.server import ServerEngine
 from data_prep.sources import Ask, Prompt, Work
 from data_prep.stamp import require_same, settings
-from drafttrain.data.shards import ShardRecord
+from data_prep.team import Team
+from drafttrain.data.shards import ShardRecord, has_features
 from drafttrain.data.store import Manifest, TokenStore
 from drafttrain.decoding.engine import Sampling, generate
 from drafttrain.errors import UserError
@@ -42,39 +48,79 @@ def prepare(
     folder: Path,
     *,
     taps: tuple[int, ...] | None,
-    draft_vocab: int | None,
+    draft_vocab: int | float | None,
     feature_dtype: str = "bfloat16",
+    tap_count: int = 3,
     ask: Ask | None = None,
+    team: Team = ALONE,
     say: Callable[[str], None] = print,
 ) -> TokenStore:
     """Makes or finishes `folder` (a run's data/) and returns the training store.
 
-    `taps` are the layers whose features are kept beside the tokens (in `feature_dtype`), None for none. `draft_vocab` is only used to print what a
-    draft vocabulary of that size covers. `ask` is who speaks for the target; the in-process engine unless given.
+    `taps` are the layers whose features are kept beside the tokens (in `feature_dtype`), None for none. `draft_vocab` and
+    `tap_count` are only used to say what a draft vocabulary of that size covers, and how large that many taps would be on disk. `ask` is
+    who speaks for the target; the in-process engine unless given. `team`: which of how many processes this is.
     UserError: settings that differ from those of an unfinished or finished folder, no usable prompt, no space, another process.
     """
     folder = Path(folder)
     _require_window(config, target)
     if taps is not None:
         target.check_taps(taps)
-    work = Work(target, ask or engine(target, config), folder, config.chunk, say)
+    ask = ask or engine(target, config, say)
+    work = Work(target, ask, folder, config.chunk, say)
+    wanted = settings(config, target)
+    # Who answers may not hand out features: then the target reads the finished shards once more.
+    kept = None if isinstance(ask, ServerEngine) else taps
+    if not team.leads:
+        return _help(config, work, wanted, taps, kept, feature_dtype, team)
     with RunLock(folder), explain_full_disk(folder, "what is finished so far is kept."):
         remove_leftovers(folder)
-        require_same(folder, settings(config, target, taps) | ({} if taps is None else {"data.feature_dtype": feature_dtype}))
+        require_same(folder, wanted)
         if all((folder / name / "manifest.json").exists() for name in ("train", "held_out")):
             training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
             say(f"{folder}/ is complete: {len(training):,} training chats, {len(held_out):,} held-out chats.")
-            return training
+            team.announce(folder)
+            return training if taps is None else featurize(folder / "train", target, taps, feature_dtype, team, say)
         gathered = gather(config, work)
         say(f"{len(gathered.training):,} prompts to answer for training, {len(gathered.held_out):,} held out")
-        answered = _answer_all(config, work, gathered, taps, feature_dtype)
+        team.announce(folder)
+        answered = _answer_all(config, work, gathered, kept, feature_dtype, team)
+        if taps is not None:
+            featurize(folder / "train", target, taps, feature_dtype, team, say)
     training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
-    _report(folder, training, held_out, answered, draft_vocab, say)
+    if isinstance(ask, ServerEngine):
+        ask.report()
+    _report(folder, training, held_out, answered, draft_vocab, target.end_ids, say)
+    say(f"report: {write_report(folder, target.end_ids, draft_vocab, tap_count)}")
     return training
 
 
-def engine(target: Target, config: PrepareConfig) -> Ask:
-    """The in-process decoding engine as the one who speaks."""
+def _help(
+    config: PrepareConfig,
+    work: Work,
+    wanted: dict[str, Any],
+    taps: tuple[int, ...] | None,
+    kept: tuple[int, ...] | None,
+    feature_dtype: str,
+    team: Team,
+) -> TokenStore:
+    """What a process that does not lead does: its shards, when the leader has the prompts."""
+    folder = work.folder
+    team.await_leader(folder)
+    require_same(folder, wanted)
+    if not (folder / "train" / "manifest.json").exists():
+        with explain_full_disk(folder, "what is finished so far is kept."):
+            _answer_all(config, work, gather(config, work), kept, feature_dtype, team)
+    team.wait_until((folder / "train" / "manifest.json").exists)
+    if taps is not None:
+        return featurize(folder / "train", work.target, taps, feature_dtype, team, work.say)
+    return TokenStore.open(folder / "train")
+
+
+def engine(target: Target, config: PrepareConfig, say: Callable[[str], None] = print) -> Ask:
+    """Who speaks: servers if the recipe names some, else the in-process decoding engine."""
+    if isinstance(config.engine, OpenAIServer):
+        return ServerEngine(config.engine, target, config.seed, say)
 
     def ask(requests: Sequence[Request], temperature: float, top_p: float, taps: tuple[int, ...] | None) -> Iterator[Rollout]:
         sampling = Sampling(temperature=temperature, top_p=top_p, seed=config.seed)
@@ -84,9 +130,9 @@ def engine(target: Target, config: PrepareConfig) -> Ask:
 
 
 def _answer_all(
-    config: PrepareConfig, work: Work, gathered: Gathered, taps: tuple[int, ...] | None, feature_dtype: str
+    config: PrepareConfig, work: Work, gathered: Gathered, taps: tuple[int, ...] | None, feature_dtype: str, team: Team
 ) -> Answered:
-    """Both stores, with their manifests; returns what the training store took."""
+    """Both stores, with their manifests if this process leads; returns what the training store took."""
     folder, hidden = work.folder, work.target.hidden
     training, greedy = _training_chunks(config, work, gathered.training, taps), Speech(0.0, 1.0, None)
     # Held-out prompts measure: their first turn alone, whole answers, whatever they are like.
@@ -99,12 +145,14 @@ def _answer_all(
     asked = sum(len(chunk.questions) for chunk in training)
     require_space(folder, needed, f"{'tokens' if taps is None else 'features'} of {asked:,} chats")
 
-    held_done = answer(work, held_out, folder / "held_out", held_rules)
+    held_done = answer(work, held_out, folder / "held_out", held_rules, team)
+    done = answer(work, training, folder / "train", rules, team)
+    if not team.leads:
+        return done
     ledger = Ledger()
     _add_shards(ledger, held_done.records)
     _finish(work, folder / "held_out", held_done.records, ledger, None, None, {"temperature": 0.0, "top_p": 1.0}, gathered)
 
-    done = answer(work, training, folder / "train", rules)
     ledger = gathered.ledger
     ledger.read -= len(gathered.training)  # the shards count them, once for every answer
     ledger.dropped.update({HELD_OUT: len(gathered.held_out)})
@@ -158,6 +206,10 @@ def _finish(
 ) -> None:
     """Writes the manifest. UserError if there is no chat in the store."""
     kept = sum(len(record.keys) for record in records)
+    if taps is not None and not all(
+        has_features(record, index, feature_dtype or "", taps) for index, record in enumerate(records)
+    ):
+        taps = None  # a restart with other layers: `featurize` makes all shards alike
     if not kept:
         raise UserError(
             f"{folder}/ has no chat with a supervised token ({reasons(ledger.dropped)}): the target answers nothing to these "
@@ -186,7 +238,13 @@ def _require_window(config: PrepareConfig, target: Target) -> None:
 
 
 def _report(
-    folder: Path, training: TokenStore, held_out: TokenStore, done: Answered, draft_vocab: int | None, say: Callable[[str], None]
+    folder: Path,
+    training: TokenStore,
+    held_out: TokenStore,
+    done: Answered,
+    draft_vocab: int | float | None,
+    ends: Sequence[int],
+    say: Callable[[str], None],
 ) -> None:
     """What was written, for people."""
     rows = training.manifest.rows
@@ -204,8 +262,9 @@ def _report(
     if draft_vocab is not None:
         supervised_V, other_V = training.counts()
         seen = int((supervised_V > 0).sum())
-        share = coverage(choose(supervised_V, draft_vocab, other_V), held_out.counts()[0])
+        vocabulary = choose(supervised_V, draft_vocab, other_V, always=ends)
+        share = coverage(vocabulary, held_out.counts()[0])
         say(
-            f"draft vocabulary of {draft_vocab:,} ids ({seen:,} distinct ones in training answers) covers "
+            f"draft vocabulary of {len(vocabulary.ids):,} ids ({seen:,} distinct ones in training answers) covers "
             f"{share:.2%} of held-out answer tokens"
         )

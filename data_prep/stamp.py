@@ -13,9 +13,11 @@ FREE = ("slots",)
 """Fields of the recipe that do not decide what the data is."""
 
 
-def settings(config: PrepareConfig, target, taps: tuple[int, ...] | None) -> dict[str, Any]:
+def settings(config: PrepareConfig, target) -> dict[str, Any]:
     """Dotted name, as the user typed it -> value. UserError if a prompt file cannot be read."""
-    found: dict[str, Any] = {f"prepare.{k}": v for k, v in asdict(config).items() if k not in ("prompts", *FREE)}
+    found: dict[str, Any] = {f"prepare.{k}": v for k, v in asdict(config).items() if k not in ("prompts", "engine", *FREE)}
+    found["prepare.engine"] = type(config.engine).__name__
+    found |= {f"prepare.engine.{name}": value for name, value in config.engine.decides().items()}
     for number, source in enumerate(config.prompts):
         here = f"prepare.prompts[{number}]"
         found[here] = type(source).__name__
@@ -24,7 +26,6 @@ def settings(config: PrepareConfig, target, taps: tuple[int, ...] | None) -> dic
             found[f"{here} content (sha256)"] = _digest(source.path)
     found |= {f"target {name}": value for name, value in asdict(target.identity).items() if name != "path"}
     found["target.dtype"] = str(target.dtype).removeprefix("torch.")
-    found["layers whose features are kept"] = None if taps is None else list(taps)
     return found
 
 

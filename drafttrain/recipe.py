@@ -17,6 +17,7 @@ from typing import Any
 import jsonargparse
 
 from data_prep.config import PrepareConfig
+from data_prep.engines import Engine
 from data_prep.sources import PromptSource
 from drafttrain import drafters
 from drafttrain.data.stream import DataConfig
@@ -36,7 +37,7 @@ jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 for _module in pkgutil.iter_modules(drafters.__path__, "drafttrain.drafters."):
     importlib.import_module(_module.name)  # so that a new file in drafters/ is known by its class name
 
-BASES: dict[type, str] = {DrafterConfig: "drafter", Objective: "objective", PromptSource: "prompt source"}
+BASES: dict[type, str] = {DrafterConfig: "drafter", Objective: "objective", PromptSource: "prompt source", Engine: "engine"}
 """Classes that a recipe chooses by name, and what one is called."""
 
 FROM_TORCHRUN = "accelerator", "devices", "num_nodes", "use_distributed_sampler"
@@ -121,6 +122,8 @@ def sections_help() -> str:
             texts.append(_class_help(section.type, section.name, section.name))
     for name, cls in choices(PromptSource).items():
         texts.append(_class_help(cls, "init_args", f"prepare.prompts, an item of class_path: {name}"))
+    for name, cls in choices(Engine).items():
+        texts.append(_class_help(cls, "prepare.engine.init_args", f"prepare.engine.class_path: {name}"))
     texts.insert(0, "name (str): the run folder is runs/<name>/")
     texts.append(
         "trainer: arguments of lightning.pytorch.Trainer, except "

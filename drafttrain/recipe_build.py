@@ -110,7 +110,7 @@ class Builder:
         for key, (hint, required) in fields.items():
             if key in given:
                 values[key] = self.value(hint, given[key], join(place, key))
-            elif self._is_section(hint):
+            elif self._is_section(hint) and (required or hint not in self.bases):  # a choice may have a default
                 values[key] = self.value(hint, {}, join(place, key))  # names the keys that are missing in it, if any
             elif required:
                 at = join(place, key)

@@ -135,6 +135,10 @@ class Request:
     """Most tokens to emit."""
     ends: tuple[int, ...] = ()
     """Token ids that end this answer besides the target's own ends of turn."""
+    messages: tuple[dict, ...] | None = None
+    """The chat that `ids` is the rendering of; None where there is none. Only a server that renders chats itself reads it."""
+    tools: tuple[dict, ...] | None = None
+    """JSON schemas of functions in that chat."""
 
 
 @dataclass
@@ -156,6 +160,8 @@ class Rollout:
     taps_TAD: Tensor | None = None
     """Features of every row the target read. The last token is not read: its row is zero and nothing that counts uses it."""
     final_TD: Tensor | None = None
+    failed: str | None = None
+    """Why nobody answered: then `ids` is the prompt alone. None for an answer."""
 
     @property
     def answer(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,75 @@ def load_target(config: TargetConfig, device: str | torch.device | None = None) 
     model = _move(model, device, config.path)
     _check_layers(model, config.path)
     chat = ChatTemplate(tokenizer, config.template_arguments, config.path)
-    target = Target(
-        model, chat, _identity(config, model, chat, commit or _hash_weights(Path(where), gguf)), _end_ids(model, tokenizer)
-    )
+    identity = _identity(config, model.config.get_text_config(), chat, commit or _hash_weights(Path(where), gguf))
+    target = Target(model, chat, identity, _end_ids(model.generation_config, model.config, tokenizer))
     prove(target)
     return target
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A target without its weights: all that preparing data needs where somebody else decodes. Made by `load_speaker`."""
+
+    chat: ChatTemplate
+    identity: Identity
+    end_ids: tuple[int, ...]
+    dtype: torch.dtype
+    layers: int
+    hidden: int
+    vocab: int
+    max_positions: int
+
+    @property
+    def tokenizer(self):
+        return self.chat.tokenizer
+
+    def render(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
+        """As `Target.render`."""
+        return self.chat.render(messages, tools)
+
+    def user_prefix(self) -> tuple[list[int], tuple[int, ...]]:
+        """As `Target.user_prefix`."""
+        return self.chat.user_prefix()
+
+    def check_taps(self, taps: tuple[int, ...]) -> None:
+        """Raises UserError: nothing can be tapped without weights."""
+        raise UserError(
+            "features cannot be stored where the target's weights are not loaded (prepare.engine is a server); "
+            "set data.features to online."
+        )
+
+
+def load_speaker(config: TargetConfig) -> Speaker:
+    """The target's tokenizer, template and identity, equal to those of `load_target`, without loading (or fetching) weights.
+
+    Raises UserError as `load_target` does, and for a local folder without weight files: their hash is part of the identity.
+    """
+    where, gguf = locate(config.path)
+    try:
+        hf_config, tokenizer, commit, _ = _load_light(config, where, gguf)
+        generation = _generation_config(where, gguf, commit, hf_config)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"target {config.path} could not be loaded: {_reason(error)}") from error
+    if commit is None and gguf is None and not any(file for pattern in WEIGHTS for file in Path(where).glob(pattern)):
+        raise UserError(
+            f"target.path is {config.path}, a folder without weights (*.safetensors), by which a target is recognised; "
+            "copy them there, or give the Hub id."
+        )
+    chat = ChatTemplate(tokenizer, config.template_arguments, config.path)
+    text = hf_config.get_text_config()
+    return Speaker(
+        chat=chat,
+        identity=_identity(config, text, chat, commit or _hash_weights(Path(where), gguf)),
+        end_ids=_end_ids(generation, hf_config, tokenizer),
+        dtype=getattr(torch, config.dtype),
+        layers=text.num_hidden_layers,
+        hidden=text.hidden_size,
+        vocab=text.vocab_size,
+        max_positions=text.max_position_embeddings,
+    )
 
 
 def locate(path: str) -> tuple[str, str | None]:
@@ -72,21 +137,10 @@ def locate(path: str) -> tuple[str, str | None]:
 
 def _load(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, object, str | None]:
     """(model, tokenizer, Hub commit or None for local files)."""
-    from huggingface_hub import hf_hub_download
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    common: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
-    if gguf is not None:
-        common["gguf_file"] = gguf
-    commit = None
     try:
-        if not Path(where).is_dir():
-            # The snapshot folder is named after the commit; every further file is asked for at that commit.
-            commit = Path(hf_hub_download(where, "config.json", revision=config.revision)).parent.name
-            common["revision"] = commit
-        hf_config = AutoConfig.from_pretrained(where, **common)
-        _refuse_recurrent(hf_config.get_text_config(), config.path)
-        tokenizer = AutoTokenizer.from_pretrained(where, **common)
+        _, tokenizer, commit, common = _load_light(config, where, gguf)
         model = AutoModelForCausalLM.from_pretrained(
             where,
             dtype=getattr(torch, config.dtype),
@@ -100,6 +154,36 @@ def _load(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, obje
         raise UserError(f"target {config.path} could not be loaded: {_reason(error)}") from error
     model.set_attn_implementation(ATTENTION)
     return model, tokenizer, commit
+
+
+def _load_light(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, Any, str | None, dict[str, Any]]:
+    """(config, tokenizer, Hub commit or None for local files, what every further loading call is given). Raises what transformers does."""
+    from huggingface_hub import hf_hub_download
+    from transformers import AutoConfig, AutoTokenizer
+
+    common: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    if gguf is not None:
+        common["gguf_file"] = gguf
+    commit = None
+    if not Path(where).is_dir():
+        # The snapshot folder is named after the commit; every further file is asked for at that commit.
+        commit = Path(hf_hub_download(where, "config.json", revision=config.revision)).parent.name
+        common["revision"] = commit
+    hf_config = AutoConfig.from_pretrained(where, **common)
+    _refuse_recurrent(hf_config.get_text_config(), config.path)
+    return hf_config, AutoTokenizer.from_pretrained(where, **common), commit, common
+
+
+def _generation_config(where: str, gguf: str | None, commit: str | None, hf_config: Any) -> Any:
+    """The one that a loaded model would carry: the file's, or what follows from the config where there is no file."""
+    from transformers import GenerationConfig
+
+    if gguf is None:
+        try:
+            return GenerationConfig.from_pretrained(where, revision=commit)
+        except OSError:
+            pass
+    return GenerationConfig.from_model_config(hf_config)
 
 
 def _reason(error: Exception) -> str:
@@ -163,16 +247,15 @@ def _check_layers(model: Any, path: str) -> None:
         )
 
 
-def _end_ids(model: Any, tokenizer) -> tuple[int, ...]:
+def _end_ids(generation: Any, config: Any, tokenizer) -> tuple[int, ...]:
     """Every id that ends a turn: generation config, model config and tokenizer may each name some."""
     ids: set[int] = set()
-    for value in (model.generation_config.eos_token_id, model.config.get_text_config().eos_token_id, tokenizer.eos_token_id):
+    for value in (generation.eos_token_id, config.get_text_config().eos_token_id, tokenizer.eos_token_id):
         ids.update(value if isinstance(value, list | tuple) else [] if value is None else [value])
     return tuple(sorted(ids))
 
 
-def _identity(config: TargetConfig, model: Any, chat: ChatTemplate, revision: str) -> Identity:
-    text = model.config.get_text_config()
+def _identity(config: TargetConfig, text: Any, chat: ChatTemplate, revision: str) -> Identity:
     return Identity(
         path=config.path, revision=revision, tokenizer=chat.vocabulary_hash(), template=chat.hash(), template_arguments=chat.arguments_json(),
         layers=text.num_hidden_layers, hidden=text.hidden_size, vocab=text.vocab_size,

@@ -1,10 +1,15 @@
 """A pass over finished shards gives what the engine keeps while it answers."""
 
+import json
+
 import pytest
 import torch
 from tiny_run import ragged_chats, with_features, write_store
 
+from data_prep.config import PrepareConfig
 from data_prep.featurize import featurize
+from data_prep.pipeline import prepare
+from data_prep.sources import JsonlPrompts
 from data_prep.team import Team
 from drafttrain.data.shards import features_name, read_record
 from drafttrain.data.store import TokenStore
@@ -85,6 +90,27 @@ def test_processes_share_the_shards(tmp_path, tiny_llama):
     assert said == [text for text in said if "shard 2 of 2" in text] and len(said) == 1
     featurize(tmp_path / "a", tiny_llama, TAPS, "bfloat16", Impatient(0, 2, "s"), said.append)
     assert len(said) == 2 and helper.mine(1)
+
+
+def test_data_prep_fills_in_features_that_the_recipe_asks_for_later(tmp_path, tiny_llama):
+    """Answered without features, then asked for stored ones; then for other layers: as if they had been kept at once."""
+    path = tmp_path / "p.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"name river number {i}"}) + "\n" for i in range(12)))
+    path.write_text(path.read_text().replace('"prompt": ', '"messages": [{"role": "user", "content": ').replace('"}', '"}]}'))
+    config = PrepareConfig([JsonlPrompts(str(path))], held_out=2, max_tokens=12, held_out_max_tokens=8, max_prompt=100, chunk=4)
+
+    def run(folder, taps, target=tiny_llama, ask=None):
+        return prepare(config, target, tmp_path / folder, taps=taps, draft_vocab=None, ask=ask, say=nothing)
+
+    wanted = run("at once", TAPS)
+    run("later", None)
+
+    def nobody(*args):
+        raise AssertionError("nothing is answered twice")
+
+    compare(run("later", TAPS, ask=nobody), wanted)
+    run("later", (1, 3), ask=nobody)
+    compare(run("later", TAPS, ask=nobody), wanted)
 
 
 def test_another_target_is_refused(tmp_path, tiny_llama, targets):

@@ -171,8 +171,6 @@ def test_complete_folder_is_recognised(tmp_path):
             "prepare.prompts[0].count was 24 and is now 23",
         ),
         ({"target": FakeTarget(revision="r2")}, "target revision was r1 and is now r2"),
-        ({"taps": None}, "layers whose features are kept was [1, 3] and is now null"),
-        ({"taps": (2, 3)}, "layers whose features are kept was [1, 3] and is now [2, 3]"),
     ],
 )
 def test_folder_made_otherwise_is_refused(whole, change, sentence):
