@@ -2,6 +2,8 @@
 
 import hashlib
 import importlib.util
+import io
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,13 +143,15 @@ def _load(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, obje
 
     try:
         _, tokenizer, commit, common = _load_light(config, where, gguf)
-        model = AutoModelForCausalLM.from_pretrained(
-            where,
-            dtype=getattr(torch, config.dtype),
-            attn_implementation="eager" if gguf else ATTENTION,
-            use_safetensors=None if gguf else True,
-            **common,
-        )
+        # A GGUF is unpacked under a progress bar that no setting of transformers turns off.
+        with redirect_stderr(io.StringIO()) if gguf else nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(
+                where,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation="eager" if gguf else ATTENTION,
+                use_safetensors=None if gguf else True,
+                **common,
+            )
     except UserError:
         raise
     except Exception as error:  # transformers raises a dozen kinds here; every one means that the target cannot be had
