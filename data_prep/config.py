@@ -13,13 +13,18 @@ class PrepareConfig:
     """Which prompts the target answers, and how."""
 
     prompts: list[PromptSource]
-    """Where prompts come from: SelfPrompts, JsonlPrompts."""
+    """Where prompts come from: SelfPrompts, JsonlPrompts, DatasetPrompts, StorePrompts. All have a `weight`, or none has."""
+    count: int | None = None
+    """Most training prompts, after the mix of the sources; null = as many as there are (with weights: as the weights allow)."""
+    dedupe: str = "exact"
+    """exact: drop prompts that differ in case, spacing and last punctuation only. near: those as alike as `near_duplicate` too."""
     held_out: int = 20
     """Prompts split off before answering, for measuring tau; answered greedily, never trained on."""
     held_out_source: str | None = None
     """Name of the source that held-out prompts come from; null = all."""
     near_duplicate: float = 0.7
-    """Training prompts at least this similar to a held-out one are dropped (share of common three-word runs, Jaccard)."""
+    """Training prompts at least this similar to a held-out one are dropped (share of common three-word runs, Jaccard); with
+    `dedupe: near` any prompt this similar to an earlier one."""
     samples: int = 1
     """Training answers sampled for each prompt, each from its own random stream; 0 with `greedy`: greedy answers alone."""
     greedy: bool = False
@@ -56,6 +61,13 @@ class PrepareConfig:
             raise UserError(f"prepare.prompts has two sources of one name ({', '.join(names)}); give each its own `name`.")
         if self.held_out_source is not None and self.held_out_source not in names:
             raise UserError(f"prepare.held_out_source is {self.held_out_source}, but the sources are {', '.join(names)}.")
+        with_weight = [source.name for source in self.prompts if source.weight is not None]
+        if with_weight and len(with_weight) < len(names):
+            without = next(name for name in names if name not in with_weight)
+            raise UserError(
+                f"prepare.prompts gives {with_weight[0]} a weight, but {without} none; give every source a weight, or none of them."
+            )
+        require(self.count is None or self.count >= 1, "prepare.count", self.count, "at least 1, or null for all")
         for name in ("held_out", "max_tokens", "max_prompt", "held_out_max_tokens", "slots", "chunk"):
             require(getattr(self, name) >= 1, f"prepare.{name}", getattr(self, name), "at least 1")
         require(
@@ -64,7 +76,7 @@ class PrepareConfig:
             self.near_duplicate,
             "above 0 and at most 1 (1 = identical only)",
         )
-        for name, choices in (("thoughts", ("supervised", "context")), ("turns", ("all", "last"))):
+        for name, choices in (("dedupe", ("exact", "near")), ("thoughts", ("supervised", "context")), ("turns", ("all", "last"))):
             require(getattr(self, name) in choices, f"prepare.{name}", getattr(self, name), " or ".join(choices))
         require(self.samples >= (not self.greedy), "prepare.samples", self.samples, "at least 1, or 0 with prepare.greedy")
         require(self.temperature >= 0, "prepare.temperature", self.temperature, "0 (greedy) or more")
@@ -75,3 +87,9 @@ class PrepareConfig:
             )
         require(self.seed >= 0, "prepare.seed", self.seed, "0 or more")
         require(0 < self.top_p <= 1, "prepare.top_p", self.top_p, "above 0 and at most 1 (1 = off)")
+
+    @property
+    def weights(self) -> dict[str, float] | None:
+        """Name of each source -> its weight; None if they have none."""
+        found = {source.name: source.weight for source in self.prompts if source.weight is not None}
+        return found or None

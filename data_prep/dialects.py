@@ -29,6 +29,8 @@ ROLES = {
     **dict.fromkeys(("tool", "function", "observation", "function_response", "ipython"), "tool"),
     **{name: name for name in LEADING},
 }
+TEXTS = {"user": "user turn", **dict.fromkeys(LEADING, "system text")}
+"""What is said by whom, in the reasons."""
 LATER_TURN = re.compile(r"@turn\d+$")
 LONGEST_ID = 200
 
@@ -56,22 +58,24 @@ class Reader:
         dialect = next((name for name in DIALECTS if row.get(name) is not None), None)
         if dialect is None:
             raise Broken(f"none of {', '.join(DIALECTS)}")
+        key, tools = self._key(number, row.get("id")), tools_of(row.get("tools"))
         found = self._messages(dialect, row[dialect])
         if row.get("system"):
             if found[0]["role"] in LEADING:
                 raise Broken("a system text beside a chat that has its own")
-            found.insert(0, {"role": "system", "content": text_of(row["system"], "system text")})
-        prompt = Prompt(self._key(number, row.get("id")), self.source, found, tools_of(row.get("tools")))
+            found.insert(0, {"role": "system", "content": text_of(row["system"], TEXTS["system"])})
         self.dialects[dialect] += 1
-        return prompt
+        return Prompt(key, self.source, found, tools)
 
     def stored(self, row: Any) -> Prompt:
         """The prompt that a data folder wrote down: its user turns already follow each other."""
         if not (isinstance(row, dict) and isinstance(row.get("messages"), list)):
             raise Broken("no list of messages")
         chat = [(role_of(message), message) for message in row["messages"]]
-        found = self._kept(chat, alternate=False)
-        return Prompt(self._key(0, row.get("key")), self.source, found, tools_of(row.get("tools")))
+        if row.get("key") is None:
+            raise Broken("no key")
+        key, tools = self._key(0, row["key"]), tools_of(row.get("tools"))
+        return Prompt(key, self.source, self._kept(chat, alternate=False), tools)
 
     def _messages(self, dialect: str, value: Any) -> list[dict]:
         if dialect == "prompt" and isinstance(value, str):
@@ -85,29 +89,28 @@ class Reader:
     def _kept(self, chat: list[tuple[str, dict]], alternate: bool) -> list[dict]:
         """Leading system messages and the user turns that the target can answer."""
         found: list[dict] = []
-        users, before, lost = 0, "", False
+        users, before, notes = 0, "", set()
         for role, message in chat:
             if role == "tool":
-                self.notes["cut before their first tool result"] += 1
+                notes.add("cut before their first tool result")
                 break
             if role == "user":
                 if alternate and before == "user":
                     raise Broken("two user turns in a row")
                 if users == self.turns:
-                    self.notes[f"cut after user turn {self.turns} (turns: {self.turns})"] += 1
+                    notes.add(f"cut after user turn {self.turns} (turns: {self.turns})")
                     break
                 users += 1
-            elif role == "assistant":
-                lost = lost or not users
-            elif users:
+            elif role == "assistant" and not users:
+                notes.add("lost the answers before their first user turn")
+            elif role in LEADING and users:
                 raise Broken("a system message after the first user turn")
             if role != "assistant":
-                found.append({"role": role, "content": text_of(content_of(message), f"{role} {'turn' if role == 'user' else 'text'}")})
+                found.append({"role": role, "content": text_of(content_of(message), TEXTS[role])})
             before = role
         if not users:
             raise Broken("no user turn")
-        if lost:
-            self.notes["lost the answers before their first user turn"] += 1
+        self.notes.update(notes)
         return found
 
     def _key(self, number: int, own: Any) -> str:

@@ -89,7 +89,10 @@ def require_common(source: PromptSource) -> None:
     """Checks what every source has: its name, its weight, and its limits where it has them."""
     kind = type(source).__name__
     require(
-        bool(NAME.fullmatch(source.name)), "A prompt source's name", repr(source.name), "made of letters, digits, '_', '-' and '.'"
+        bool(NAME.fullmatch(source.name)),
+        "A prompt source's name",
+        repr(source.name),
+        "made of letters, digits, '_', '-' and '.'",
     )
     require(
         source.weight is None or 0 < source.weight < float("inf"),

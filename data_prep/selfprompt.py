@@ -1,35 +1,75 @@
-"""Self-prompting: the target is given an open user turn and writes the question itself.
+"""Self-prompting: the target writes the questions itself.
+
+Unseeded, it is given an open user turn and continues it. Seeded by topics or examples, it is asked in an ordinary chat for a
+message that a user could send, and its answer is the prompt. Two ways because they differ in what they sample: an open user turn
+gives what the target takes for a typical user, a seed leads it where the drafter will be used.
 
 Attempts are numbered and sampled in chunks of a fixed size, each kept in `attempts/<source>-00000.json`, and attempt 123 has
 the random stream of its key "self-000123". So a killed run goes on with the chunk that was not finished and ends with the same
 prompts.
 """
 
+import random
+import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from data_prep.text import fault, normal
+from data_prep.prompt import Work
+from data_prep.text import fault, fingerprint
 from drafttrain.errors import UserError
 from drafttrain.files import read_json, write_json_atomic
 from drafttrain.types import Request
 
 if TYPE_CHECKING:
-    from data_prep.sources import SelfPrompts, Work
+    from data_prep.sources import SelfPrompts
+
+SHOWN_EXAMPLES = 4
+"""Examples shown at once: enough to see a kind, few enough that the next attempt sees others."""
+THOUGHT_ENDS = "</think>"
+CHATTY = re.compile(r"(?:sure|certainly|of course|absolutely)\b[,!.:]|here(?:'s|’s| is| are)\b[^\n]*:", re.IGNORECASE)
+"""How an answer begins that announces a question instead of being one."""
+QUOTES = {'"': '"', "“": "”", "«": "»", "「": "」"}
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """What leads the target; nothing at all is a seed too."""
+
+    topics: list[str]
+    examples: list[str]
+
+    def __bool__(self) -> bool:
+        return bool(self.topics or self.examples)
+
+    def question(self, number: int, key: str) -> str:
+        """What attempt `number` asks the target. Topics take turns; which examples are shown depends on the key alone."""
+        about = f" about {self.topics[number % len(self.topics)]}" if self.topics else ""
+        if not self.examples:
+            return (
+                f"Write a message that somebody could send to an AI assistant{about}: one question or task, complete in itself. "
+                "Write the message alone, with nothing before or after it."
+            )
+        shown = random.Random(key).sample(self.examples, min(SHOWN_EXAMPLES, len(self.examples)))
+        listed = "\n\n".join(f"Message {place}:\n{text.strip()}" for place, text in enumerate(shown, 1))
+        return (
+            f"These are messages that people sent to an AI assistant.\n\n{listed}\n\nWrite one more message of the same kind"
+            f"{about or ', about something else'}. Write the message alone, with nothing before or after it."
+        )
+
+
+UNSEEDED = Seeds([], [])
 
 
 class Attempts:
     """Chunks of judged attempts, one after the other."""
 
-    def __init__(self, source: "SelfPrompts", work: "Work"):
+    def __init__(self, source: "SelfPrompts", work: Work, seeds: Seeds = UNSEEDED):
         self.source = source
         self.work = work
-        self.prefix, self.closing = work.target.user_prefix()
+        self.seeds = seeds
+        self.prefix, self.closing = ([], ()) if seeds else work.target.user_prefix()
         self.chunks = 0
-        self._seen: set[str] = set()
-        if len(self.prefix) + source.max_tokens > work.target.max_positions:
-            raise UserError(
-                f"SelfPrompts.max_tokens is {source.max_tokens} after an opening of {len(self.prefix)} tokens, but the target "
-                f"reads at most {work.target.max_positions}; lower it."
-            )
+        self._seen = {fingerprint(example) for example in seeds.examples}
 
     def next(self) -> list[tuple[str, str, str | None]]:
         """(key, text, None or why it is dropped) of the next chunk, in order of the attempts' numbers."""
@@ -48,21 +88,64 @@ class Attempts:
         return [{"key": request.key, "ids": ids[request.key]} for request in requests]
 
     def _request(self, number: int) -> Request:
-        return Request(f"{self.source.name}-{number:06d}", tuple(self.prefix), self.source.max_tokens, ends=self.closing)
+        key = f"{self.source.name}-{number:06d}"
+        messages = ({"role": "user", "content": self.seeds.question(number, key)},) if self.seeds else None
+        opening = tuple(self.work.target.render(list(messages)) if messages else self.prefix)
+        if len(opening) + self.source.max_tokens > self.work.target.max_positions:
+            raise UserError(
+                f"SelfPrompts.max_tokens is {self.source.max_tokens} after an opening of {len(opening)} tokens, but the target "
+                f"reads at most {self.work.target.max_positions}; lower it{', or give shorter topics and examples' if messages else ''}."
+            )
+        return Request(key, opening, self.source.max_tokens, ends=self.closing, messages=messages)
 
     def _judge(self, row: dict) -> tuple[str, str | None]:
-        ended = row["ids"][-1] in (*self.work.target.end_ids, *self.closing)
+        ended = bool(row["ids"]) and row["ids"][-1] in (*self.work.target.end_ids, *self.closing)
         body = row["ids"][:-1] if ended else row["ids"]
         decode = self.work.target.tokenizer.decode
+        if self.seeds:
+            body = body[self._thought(body) :]
         text = decode(body, skip_special_tokens=True)
         if not ended:
             return text, f"did not end within {self.source.max_tokens} tokens"
         if text != decode(body, skip_special_tokens=False):
             return text, "special token inside"
-        text = text.strip()
+        text = self._unwrapped(text) if self.seeds else text.strip()
         why = fault(text, self.source.min_words)
-        if why is None and normal(text) in self._seen:
+        if why is None and self.seeds and CHATTY.match(text):
+            why = "announces a question instead of asking it"
+        if why is None and fingerprint(text) in self._seen:
             why = "duplicate"
         if why is None:
-            self._seen.add(normal(text))
+            self._seen.add(fingerprint(text))
         return text, why
+
+    def _thought(self, body: list[int]) -> int:
+        """Tokens up to the one that completes `</think>`: reasoning about the question is no part of it."""
+        decode = self.work.target.tokenizer.decode
+        if THOUGHT_ENDS not in decode(body, skip_special_tokens=False):
+            return 0
+        return next(n for n in range(1, len(body) + 1) if THOUGHT_ENDS in decode(body[:n], skip_special_tokens=False))
+
+    @staticmethod
+    def _unwrapped(text: str) -> str:
+        """Without the quotes around, or the label before, that a model gives to what it was asked to write."""
+        text = re.sub(r"^Message(?: \d+)?:\s*", "", text.strip())
+        closing = QUOTES.get(text[:1])
+        inner = text[1:-1]
+        return inner.strip() if closing and len(text) > 2 and text.endswith(closing) and text[0] not in inner else text
+
+
+def read_topics(path: str) -> list[str]:
+    """One topic a line; blank lines are none. UserError if the file cannot be read or has none."""
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            topics = [line.strip() for line in file if line.strip()]
+    except OSError as error:
+        raise UserError(
+            f"SelfPrompts.topics_file is {path}, which cannot be read ({error.strerror}); name an existing file."
+        ) from None
+    except UnicodeDecodeError:
+        raise UserError(f"SelfPrompts.topics_file is {path}, which is not UTF-8; save it as UTF-8, one topic a line.") from None
+    if not topics:
+        raise UserError(f"SelfPrompts.topics_file is {path}, which has no topic; write one a line, or leave the option out.")
+    return topics

@@ -1,86 +1,31 @@
 """Where prompts come from. Each source is a frozen dataclass that the recipe names by its class.
 
-A prompt is what the target will answer: an optional system message and one user turn. Answers in a file are not used: training
-text is always the target's own. A chat of several turns is cut after its first user turn, and that is counted.
+A prompt is what the target will answer: optional system messages and user turns. Answers in a file are not used: training text is
+always the target's own. `dialects.py` says which forms of a chat are read, `rows.py` what becomes of broken rows.
 """
 
-import json
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any
 
+from data_prep.dataset_rows import content_of, load, rows_of
+from data_prep.dialects import FIELDS, Reader
 from data_prep.ledger import Ledger, reasons
-from data_prep.selfprompt import Attempts
+from data_prep.prompt import Ask, Prompt, PromptSource, Work, require, require_common
+from data_prep.rows import EXAMPLE, Table, collect, json_lines
+from data_prep.selfprompt import Attempts, Seeds, read_topics
+from drafttrain.data.store import Manifest
 from drafttrain.errors import UserError
-from drafttrain.types import Request, Rollout
+from drafttrain.files import sha256_file
 
-if TYPE_CHECKING:
-    from drafttrain.target.target import Target
-
-SHOWN = 10
-"""Broken lines named on the console; all of them stand in dropped.jsonl."""
-LEADING = ("system", "developer")
-EXAMPLE = '{"messages": [{"role": "user", "content": "..."}]}'
-NAME = re.compile(r"[\w.-]+")
-
-
-class Ask(Protocol):
-    """Has the target speak. The result depends on each request's key, the seed and the batch, and on nothing that ran before."""
-
-    def __call__(
-        self, requests: Sequence[Request], temperature: float, top_p: float, taps: tuple[int, ...] | None
-    ) -> Iterator[Rollout]:
-        """Rollouts in order of completion; with features of these layers (and the final state) unless `taps` is None."""
-        ...
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a source may use."""
-
-    target: "Target"
-    ask: Ask
-    folder: Path
-    """The run's data folder."""
-    chunk: int
-    """Requests of one unit of work."""
-    say: Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A question to the target."""
-
-    key: str
-    """Stable name: source and number, or source and the row's own id. It also seeds the prompt's random stream."""
-    source: str
-    messages: list[dict]
-    """Leading system messages, then user turns alone: the target answers each of them in order, with its own answers between."""
-    tools: list[dict] | None = None
-    """JSON schemas of functions that the template is given."""
-
-    @property
-    def user(self) -> str:
-        """Text of the user turns."""
-        return "\n".join(message["content"] for message in self.messages if message["role"] == "user")
-
-
-class PromptSource(ABC):
-    """A place that prompts come from."""
-
-    name: str
-
-    @abstractmethod
-    def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
-        """All prompts in a fixed order. Rows that are no prompt are counted in the ledger. UserError if there is none."""
+__all__ = ["Ask", "DatasetPrompts", "JsonlPrompts", "Prompt", "PromptSource", "SelfPrompts", "StorePrompts", "Work", "require"]
 
 
 @dataclass(frozen=True)
 class SelfPrompts(PromptSource):
-    """The target writes the user turns itself: an open user turn is sampled until end of turn."""
+    """The target writes the user turns itself: an open user turn is sampled until end of turn, or it is asked for one."""
 
     count: int
     """Prompts to keep."""
@@ -96,17 +41,38 @@ class SelfPrompts(PromptSource):
     """Give up after count times this many attempts."""
     name: str = "self"
     """Name of the source, and beginning of its prompts' keys."""
+    topics: list[str] = field(default_factory=list)
+    """What to ask about: the target is asked for a message on each topic in turn. Empty = it writes whatever it likes."""
+    topics_file: str | None = None
+    """A file with one topic a line, instead of `topics`."""
+    examples: list[str] = field(default_factory=list)
+    """Prompts of the wanted kind: the target is shown up to four of them and asked for another."""
+    weight: float | None = None
+    """Share in the mix, relative to the other sources' weights; null = all that there are."""
 
     def __post_init__(self) -> None:
-        _require_name(self.name)
         for name in ("count", "max_tokens", "min_words", "attempts_per_prompt"):
             require(getattr(self, name) >= 1, f"SelfPrompts.{name}", getattr(self, name), "at least 1")
+        require_common(self)
         require(self.temperature > 0, "SelfPrompts.temperature", self.temperature, "above 0")
         require(0 < self.top_p <= 1, "SelfPrompts.top_p", self.top_p, "above 0 and at most 1 (1 = off)")
+        for name in ("topics", "examples"):
+            require(
+                all(text.strip() for text in getattr(self, name)), f"SelfPrompts.{name}", getattr(self, name), "texts with words"
+            )
+        if self.topics and self.topics_file is not None:
+            raise UserError(f"SelfPrompts has both topics and topics_file ({self.topics_file}); leave one of them out.")
+
+    def decides(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "topics_file"}
+
+    def content(self) -> dict[str, str]:
+        return {} if self.topics_file is None else {"topics (sha256)": _sha256(self.topics_file, "SelfPrompts.topics_file")}
 
     def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
         prompts: list[Prompt] = []
-        attempts = Attempts(self, work)
+        topics = self.topics if self.topics_file is None else read_topics(self.topics_file)
+        attempts = Attempts(self, work, Seeds(topics, self.examples))
         limit = self.count * self.attempts_per_prompt
         while len(prompts) < self.count:
             if ledger.read >= limit:
@@ -129,7 +95,7 @@ class SelfPrompts(PromptSource):
 
 @dataclass(frozen=True)
 class JsonlPrompts(PromptSource):
-    """Prompts from a file with one {"messages": [...]} a line, an "id" if wanted."""
+    """Prompts from a file with one JSON object a line: `messages`, ShareGPT `conversations`, `prompt`, or `turns`. May be gzipped."""
 
     path: str
     """The file."""
@@ -137,94 +103,140 @@ class JsonlPrompts(PromptSource):
     """Most prompts to take, from the beginning; null = all."""
     name: str = ""
     """Name of the source, and beginning of its prompts' keys; empty = the file's name."""
+    turns: int | None = None
+    """Most user turns of a chat to keep; null = all."""
+    weight: float | None = None
+    """Share in the mix, relative to the other sources' weights; null = all that there are."""
 
     def __post_init__(self) -> None:
-        require(self.count is None or self.count >= 1, "JsonlPrompts.count", self.count, "at least 1, or null for all")
-        if not self.name:
-            object.__setattr__(self, "name", re.sub(r"[^\w.-]+", "_", Path(self.path).stem))
-        _require_name(self.name)
+        _name_after(self, self.path.removesuffix(".gz"))
+        require_common(self)
+
+    def decides(self) -> dict[str, Any]:
+        return _without_path(self)
+
+    def content(self) -> dict[str, str]:
+        return {"content (sha256)": _sha256(self.path, "JsonlPrompts.path")}
 
     def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
-        prompts: list[Prompt] = []
-        broken: list[str] = []
-        for number, line in self._lines():
-            if self.count is not None and len(prompts) == self.count:
-                break
-            ledger.read += 1
-            try:
-                prompts.append(self._prompt(number, line, ledger))
-            except _Broken as error:
-                broken.append(f"{self.path} line {number}: {error}")
-                ledger.drop(str(error), f"{self.path} line {number}")
-        for text in broken[:SHOWN]:
-            work.say(f"{text}; left out")
-        if len(broken) > SHOWN:
-            work.say(f"{self.path}: {len(broken) - SHOWN:,} more such lines, all named in dropped.jsonl")
-        for note, count in ledger.notes.items():
-            work.say(f"{self.path}: {count:,} chats {note}")
-        if not prompts:
+        form = f"each line must look like {EXAMPLE} (DatasetPrompts reads a file that is one JSON array)"
+        table = Table(self.path, "line", json_lines(self.path, "JsonlPrompts.path"), form)
+        return collect(table, Reader(self.name, self.turns, Counter(), Counter()), self.count, work, ledger)
+
+
+@dataclass(frozen=True)
+class DatasetPrompts(PromptSource):
+    """Prompts from a data set that Hugging Face `datasets` loads: a name on the Hub, a folder or a file."""
+
+    path: str
+    """owner/name on the Hub, or a folder or file here (JSON, Parquet, Arrow, CSV, or made by `save_to_disk`)."""
+    config_name: str | None = None
+    """Which of a data set's configurations; null = its only one."""
+    split: str = "train"
+    """Which split."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; null = the newest. With a full commit hash a restart needs no network to know it."""
+    streaming: bool = True
+    """Read rows as they arrive; false = have `datasets` download and convert everything first, and keep it in its cache."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Our name -> the data set's column, for other names than ours: {prompt: question}. Then nothing else is read."""
+    count: int | None = None
+    """Most prompts to take, from the beginning; null = all."""
+    name: str = ""
+    """Name of the source, and beginning of its prompts' keys; empty = the end of the path."""
+    turns: int | None = None
+    """Most user turns of a chat to keep; null = all."""
+    weight: float | None = None
+    """Share in the mix, relative to the other sources' weights; null = all that there are."""
+
+    def __post_init__(self) -> None:
+        _name_after(self, self.path)
+        require_common(self)
+        wrong = [ours for ours, theirs in self.columns.items() if ours not in FIELDS or not isinstance(theirs, str)]
+        require(not wrong, "DatasetPrompts.columns", self.columns, f"names of columns for some of {', '.join(FIELDS)}")
+
+    def decides(self) -> dict[str, Any]:
+        # Neither where a copy lies nor how its rows come here changes what they are; a branch is known by its commit.
+        return {name: value for name, value in _without_path(self).items() if name not in ("streaming", "revision")}
+
+    def content(self) -> dict[str, str]:
+        return content_of(self.path, self.revision)
+
+    def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
+        dataset = load(self.path, self.config_name, self.split, self.revision, self.streaming)
+        form = "say where its prompts are with DatasetPrompts.columns, such as {prompt: question}"
+        table = Table(self.path, "row", rows_of(dataset, self.path, self.columns), form)
+        return collect(table, Reader(self.name, self.turns, Counter(), Counter()), self.count, work, ledger)
+
+
+@dataclass(frozen=True)
+class StorePrompts(PromptSource):
+    """The prompts of a token store that another run made, to be answered by this target. Its answers are not used.
+
+    They are taken as text from the `prompts.jsonl` (`held_out.jsonl`) beside the store and rendered anew, so the target, tokenizer
+    and template of that run do not matter: only where prompts would have to be read back from tokens would they.
+    """
+
+    path: str
+    """The store: runs/NAME/data/train or runs/NAME/data/held_out."""
+    count: int | None = None
+    """Most prompts to take, from the beginning; null = all."""
+    name: str = "store"
+    """Name of the source, and beginning of its prompts' keys."""
+    turns: int | None = None
+    """Most user turns of a chat to keep; null = all."""
+    weight: float | None = None
+    """Share in the mix, relative to the other sources' weights; null = all that there are."""
+
+    def __post_init__(self) -> None:
+        require_common(self)
+
+    @property
+    def written(self) -> Path:
+        """The file with the store's prompts. UserError if there is none, or no store."""
+        store = Path(self.path)
+        if not (store / "manifest.json").exists():
             raise UserError(
-                f"{self.path} has no usable prompt among its {ledger.read:,} rows ({reasons(ledger.dropped) or 'it is empty'}); "
-                f"each line must look like {EXAMPLE}."
+                f"StorePrompts.path is {self.path}, which is no finished token store (it has no manifest.json); name the folder "
+                "train or held_out in the data folder of a finished run."
             )
-        if self.count is not None and len(prompts) < self.count:
-            work.say(f"{self.path}: {len(prompts):,} prompts, although the recipe asks for {self.count:,}")
-        return prompts
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        try:
-            with open(self.path, "rb") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield number, line
-        except OSError as error:
+        found = store.parent / ("held_out.jsonl" if store.name == "held_out" else "prompts.jsonl")
+        if not found.exists():
             raise UserError(
-                f"JsonlPrompts.path is {self.path}, which cannot be read ({error.strerror}); name an existing file."
-            ) from None
+                f"StorePrompts.path is {self.path}, but {found}, which holds its prompts as text, is missing, and tokens cannot be "
+                "turned back into messages; copy that file from where the store was made, or use JsonlPrompts."
+            )
+        return found
 
-    def _prompt(self, number: int, line: bytes, ledger: Ledger) -> Prompt:
-        try:
-            row = json.loads(line.decode())
-        except UnicodeDecodeError:
-            raise _Broken("not UTF-8") from None
-        except ValueError:
-            raise _Broken("not JSON") from None
-        messages = row.get("messages") if isinstance(row, dict) else None
-        if not isinstance(messages, list) or not messages:
-            raise _Broken("no list of messages")
-        found = first_turn(messages, ledger)
-        own = row.get("id")
-        return Prompt(f"{self.name}-{number:06d}" if own is None else f"{self.name}-{own}", self.name, found)
+    def decides(self) -> dict[str, Any]:
+        return _without_path(self)
 
+    def content(self) -> dict[str, str]:
+        return {"content (sha256)": _sha256(str(self.written), "StorePrompts.path")}
 
-def first_turn(messages: list, ledger: Ledger) -> list[dict]:
-    """Leading system messages and the first user turn. Raises _Broken with the reason if there is none."""
-    if not all(isinstance(message, dict) and isinstance(message.get("role"), str) for message in messages):
-        raise _Broken("a message without a role")
-    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
-    if not users:
-        raise _Broken("no user turn")
-    kept = [message for message in messages[: users[0]] if message["role"] in LEADING] + [messages[users[0]]]
-    if not all(isinstance(message.get("content"), str) for message in kept):
-        raise _Broken("a message whose content is not text")
-    if not kept[-1]["content"].strip():
-        raise _Broken("an empty user turn")
-    if len(users) > 1:
-        ledger.notes["cut after their first user turn (the target answers single turns so far)"] += 1
-    if len(kept) < users[0] + 1:
-        ledger.notes["lost the turns before their first user turn, which are not the system's"] += 1
-    return [{"role": message["role"], "content": message["content"]} for message in kept]
+    def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
+        written = str(self.written)
+        made, here = Manifest.read(Path(self.path)).identity, work.target.identity
+        if (made.tokenizer, made.template) != (here.tokenizer, here.template):
+            work.say(
+                f"{self.path}: made with another tokenizer or template ({made.path}); its prompts are rendered anew for this target"
+            )
+        table = Table(written, "line", json_lines(written, "StorePrompts.path"), "a data folder's own file has keys and messages")
+        return collect(table, Reader(self.name, self.turns, Counter(), Counter()), self.count, work, ledger, stored=True)
 
 
-class _Broken(Exception):
-    """Why a row of a file is no prompt."""
+def _name_after(source: JsonlPrompts | DatasetPrompts, path: str) -> None:
+    if not source.name:
+        object.__setattr__(source, "name", re.sub(r"[^\w.-]+", "_", Path(path).stem if Path(path).suffix else Path(path).name))
 
 
-def require(good: bool, name: str, got, wanted: str) -> None:
-    """UserError 'name is got; it must be wanted.' unless good."""
-    if not good:
-        raise UserError(f"{name} is {got}; it must be {wanted}.")
+def _without_path(source: PromptSource) -> dict[str, Any]:
+    """A file is known by its content, wherever it lies."""
+    return {name: value for name, value in vars(source).items() if name != "path"}
 
 
-def _require_name(name: str) -> None:
-    require(bool(NAME.fullmatch(name)), "A prompt source's name", repr(name), "made of letters, digits, '_', '-' and '.'")
+def _sha256(path: str, option: str) -> str:
+    try:
+        return sha256_file(path)
+    except OSError as error:
+        raise UserError(f"{option} is {path}, which cannot be read ({error.strerror}); name an existing file.") from None

@@ -6,10 +6,11 @@ a training prompt is only compared with those that it shares a shingle with.
 """
 
 import hashlib
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from data_prep.sources import Prompt
+from data_prep.prompt import Prompt
 from data_prep.text import shingles
 from drafttrain.errors import UserError
 
@@ -23,7 +24,7 @@ def hold_out(prompts: Sequence[Prompt], count: int, seed: int, source: str | Non
             f"prepare.held_out is {count}, but there are {len(eligible)} usable prompts{of} ({len(prompts)} in all) and some "
             "must be left to train on; lower it or ask for more prompts."
         )
-    chosen = {prompt.key for prompt in sorted(eligible, key=lambda prompt: _order(prompt.key, seed))[:count]}
+    chosen = {prompt.key for prompt in heapq.nsmallest(count, eligible, key=lambda prompt: _order(prompt.key, seed))}
     return [p for p in prompts if p.key not in chosen], [p for p in prompts if p.key in chosen]
 
 

@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.config import PrepareConfig
-from data_prep.sources import JsonlPrompts
 from drafttrain.errors import UserError
-from drafttrain.files import read_json, sha256_file, write_json_atomic
+from drafttrain.files import read_json, write_json_atomic
 
 FREE = ("slots",)
 """Fields of the recipe that do not decide what the data is."""
@@ -21,9 +20,8 @@ def settings(config: PrepareConfig, target) -> dict[str, Any]:
     for number, source in enumerate(config.prompts):
         here = f"prepare.prompts[{number}]"
         found[here] = type(source).__name__
-        found |= {f"{here}.{name}": value for name, value in vars(source).items() if name != "path"}
-        if isinstance(source, JsonlPrompts):
-            found[f"{here} content (sha256)"] = _digest(source.path)
+        found |= {f"{here}.{name}": value for name, value in source.decides().items()}
+        found |= {f"{here} {name}": value for name, value in source.content().items()}
     found |= {f"target {name}": value for name, value in asdict(target.identity).items() if name != "path"}
     found["target.dtype"] = str(target.dtype).removeprefix("torch.")
     return found
@@ -49,10 +47,3 @@ def require_same(folder: Path, wanted: dict[str, Any]) -> None:
 
 def _show(values: dict[str, Any], name: str) -> str:
     return "absent" if name not in values else "null" if values[name] is None else str(values[name])
-
-
-def _digest(path: str) -> str:
-    try:
-        return sha256_file(path)
-    except OSError as error:
-        raise UserError(f"JsonlPrompts.path is {path}, which cannot be read ({error.strerror}); name an existing file.") from None

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from hashlib import blake2b
 
 CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 WORD = re.compile(rf"[{CJK}]|[^\W{CJK}]+")
@@ -32,6 +33,14 @@ def normal(text: str) -> str:
     """Equal for texts that differ in case, spacing and their last punctuation only ("2+2" and "2-2" are two questions)."""
     plain = " ".join(text.casefold().split())
     return plain.rstrip(".!?。！？ ") or plain
+
+
+def fingerprint(*texts: str) -> bytes:
+    """16 bytes that stand for texts in their `normal` form: a million are held to find duplicates among them."""
+    digest = blake2b(digest_size=16)
+    for text in texts:
+        digest.update(normal(text).encode() + b"\0")
+    return digest.digest()
 
 
 def shingles(text: str, size: int = 3) -> frozenset[tuple[str, ...]]:

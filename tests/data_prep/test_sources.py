@@ -1,13 +1,16 @@
 """Prompts from files and from the target itself."""
 
+import gzip
 import json
 
 import pytest
 from fake_target import FakeSpeech
 
+from data_prep import rows as rows_module
 from data_prep.config import PrepareConfig
 from data_prep.ledger import Ledger
-from data_prep.sources import JsonlPrompts, SelfPrompts
+from data_prep.selfprompt import SHOWN_EXAMPLES, Seeds
+from data_prep.sources import DatasetPrompts, JsonlPrompts, SelfPrompts, StorePrompts
 from drafttrain.errors import UserError
 
 
@@ -26,7 +29,7 @@ def test_broken_lines_are_named_and_the_rest_kept(tmp_path, work, ledger, said):
         b'{"messages": [',
         {"messages": [{"role": "assistant", "content": "hi"}]},
         b"",
-        {"prompt": "no messages"},
+        {"text": "no messages"},
         b'{"messages": "\xff"}',
         {"messages": [user("  ")]},
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
@@ -43,20 +46,21 @@ def test_broken_lines_are_named_and_the_rest_kept(tmp_path, work, ledger, said):
         "in": 9,  # the blank line is no row
         "kept": 2,
         "dropped": {
-            "a message whose content is not text": 1,
+            "images are not supported": 1,
             "a message without a role": 1,
             "an empty user turn": 1,
-            "no list of messages": 1,
+            "none of messages, conversations, prompt, turns": 1,
             "no user turn": 1,
             "not JSON": 1,
             "not UTF-8": 1,
         },
     }
     assert f"{path} line 2: not JSON; left out" in said and f"{path} line 3: no user turn; left out" in said
-    assert {"row": f"{path} line 5", "reason": "no list of messages"} in ledger.rows
+    assert {"row": f"{path} line 8", "reason": "images are not supported"} in ledger.rows
+    assert f"{path}: 2 lines of messages" in said
 
 
-def test_chat_is_cut_after_its_first_user_turn_and_that_is_said(tmp_path, work, ledger, said):
+def test_turns_of_a_chat_are_kept_and_what_is_cut_is_said(tmp_path, work, said):
     system = {"role": "system", "content": "be brief"}
     answer = {"role": "assistant", "content": "yes"}
     path = write(
@@ -64,14 +68,71 @@ def test_chat_is_cut_after_its_first_user_turn_and_that_is_said(tmp_path, work, 
         [
             {"messages": [system, user("a"), answer, user("b")]},
             {"messages": [answer, user("c")]},
-            {"messages": [user("d"), answer]},
+            {"messages": [user("d"), answer, {"role": "tool", "content": "1"}, answer, user("e")]},
         ],
     )
+    ledger = Ledger()
     found = JsonlPrompts(path).collect(work, ledger)
-    assert [p.messages for p in found] == [[system, user("a")], [user("c")], [user("d")]]
-    assert [p.user for p in found] == ["a", "c", "d"]
-    assert sorted(ledger.notes.values()) == [1, 1]
-    assert any("1 chats cut after their first user turn" in line for line in said)
+    assert [p.messages for p in found] == [[system, user("a"), user("b")], [user("c")], [user("d")]]
+    assert [p.user for p in found] == ["a\nb", "c", "d"]
+    assert ledger.notes == {
+        "chats lost the answers before their first user turn": 1,
+        "chats cut before their first tool result": 1,
+    }
+    assert f"{path}: 1 chats cut before their first tool result" in said
+    ledger = Ledger()
+    assert [p.user for p in JsonlPrompts(path, turns=1).collect(work, ledger)] == ["a", "c", "d"]
+    assert ledger.notes["chats cut after user turn 1 (turns: 1)"] == 1
+
+
+def test_dialects_may_differ_from_line_to_line_and_are_counted(tmp_path, work, ledger, said):
+    rows = [{"prompt": "a"}, {"messages": [user("b")]}, {"prompt": "c"}, {"turns": ["d", "e"]}]
+    path = write(tmp_path / "p.jsonl", [*rows, {"conversations": [{"from": "human", "value": "f"}]}])
+    assert [p.user for p in JsonlPrompts(path).collect(work, ledger)] == ["a", "b", "c", "d\ne", "f"]
+    assert said == [f"{path}: 2 lines of prompt, 1 lines of messages, 1 lines of turns, 1 lines of conversations"]
+
+
+def test_lines_that_no_prompt_needs_are_not_read_into_memory(tmp_path, work, ledger, said, monkeypatch):
+    monkeypatch.setattr(rows_module, "LONGEST_LINE", 1 << 20)
+    rows = [
+        {"prompt": "one"},
+        {"prompt": "x" * (1 << 20)},
+        b"y" * (5 << 20),
+        {"prompt": "four"},
+        b"z" * (3 << 20),
+    ]
+    path = write(tmp_path / "p.jsonl", rows)
+    assert [p.key for p in JsonlPrompts(path).collect(work, ledger)] == ["p-000001", "p-000004"]
+    assert ledger.dropped == {"longer than 1 MiB": 3} and f"{path} line 5: longer than 1 MiB; left out" in said
+
+
+def test_odd_bytes_are_named_by_line(tmp_path, work, ledger):
+    rows = [b"\xef\xbb\xbf" + json.dumps({"prompt": "first\u2028still first"}).encode(), b'{"prompt": "a\0b"}', b"[" * 100_000]
+    path = write(
+        tmp_path / "p.jsonl", [*rows, b'{"prompt": "' + "wörter".encode("latin-1") + b'"}', b"\xff\xfe{\0", {"prompt": "ok"}]
+    )
+    assert [p.user for p in JsonlPrompts(path).collect(work, ledger)] == ["first\u2028still first", "ok"]
+    assert ledger.dropped == {"a NUL byte": 1, "nested too deeply": 1, "not UTF-8": 2}
+
+
+def test_many_broken_lines_are_named_in_the_file_only(tmp_path, work, ledger, said):
+    path = write(tmp_path / "p.jsonl", [*[b"broken"] * 13, {"prompt": "ok"}])
+    JsonlPrompts(path).collect(work, ledger)
+    assert len(said) == 12 and f"{path}: 3 more such lines, all named in dropped.jsonl" in said and len(ledger.rows) == 13
+
+
+def test_gzipped_files_are_read_and_damaged_ones_refused(tmp_path, work, ledger):
+    data = gzip.compress(b'{"prompt": "one"}\n{"prompt": "two"}\n' * 500)
+    path = tmp_path / "some.jsonl.gz"
+    path.write_bytes(data)
+    found = JsonlPrompts(str(path), count=2).collect(work, ledger)
+    assert [p.key for p in found] == ["some-000001", "some-000002"]
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(UserError, match=r"JsonlPrompts.path is .*gz, which cannot be read \(.*ended"):
+        JsonlPrompts(str(path)).collect(work, ledger)
+    path.write_bytes(data[:10] + b"nonsense")
+    with pytest.raises(UserError, match="cannot be read"):
+        JsonlPrompts(str(path)).collect(work, ledger)
 
 
 def test_count_takes_the_first_usable_rows_and_reads_no_further(tmp_path, work, ledger, said):
@@ -88,6 +149,10 @@ def test_unusable_files_are_refused(tmp_path, work, ledger):
     path = write(tmp_path / "p.jsonl", [b"x", b"y"])
     with pytest.raises(UserError, match=r"no usable prompt among its 2 rows \(2 not JSON\); each line must look like"):
         JsonlPrompts(path).collect(work, ledger)
+    with pytest.raises(UserError, match="which cannot be read .Is a directory."):
+        JsonlPrompts(str(tmp_path)).collect(work, ledger)
+    with pytest.raises(UserError, match=r"among its 0 rows \(it is empty\)"):
+        JsonlPrompts(write(tmp_path / "empty.jsonl", [])).collect(work, Ledger())
 
 
 def test_self_prompts_are_kept_until_there_are_enough(work, ledger):
@@ -151,6 +216,87 @@ def test_prompts_longer_than_the_window_are_refused(work, ledger):
         SelfPrompts(count=2, max_tokens=256).collect(work, ledger)
 
 
+def test_topics_take_turns_and_the_answer_is_the_prompt(work, ledger):
+    source = SelfPrompts(count=5, max_tokens=30, topics=["kaban", "lodor"], examples=["mifel nugim rahus"])
+    words = work.target.tokenizer.encode("kaban lodor mifel nugim")
+    work.ask.scripted = {
+        "self-000000": [*words, 2],
+        "self-000001": [*work.target.tokenizer.encode("mifel nugim rahus"), 2],  # the example itself
+        "self-000002": [],
+    }
+    found = source.collect(work, ledger)
+    assert found[0].messages == [user("kaban lodor mifel nugim")] and len(found) == 5
+    assert ledger.dropped["duplicate"] == 1 and ledger.dropped["did not end within 30 tokens"] >= 1
+    assert ledger.read == 5 + sum(ledger.dropped.values())
+    requests = {request.key: request for request in work.ask.requests}
+    asked = [requests[f"self-{number:06d}"].messages[0]["content"] for number in range(4)]
+    assert ["about kaban" in text for text in asked] == [True, False, True, False]
+    assert ["about lodor" in text for text in asked] == [False, True, False, True]
+    assert all("mifel nugim rahus" in text for text in asked)
+    first = requests["self-000000"]
+    assert first.ids == tuple(work.target.render(list(first.messages))) and first.ends == ()
+    calls = work.ask.calls
+    assert source.collect(work, Ledger()) == found and work.ask.calls == calls  # found again, not sampled again
+
+
+def test_examples_shown_depend_on_the_key_alone():
+    seeds = Seeds([], [f"example {letter}" for letter in "abcdefgh"])
+    assert seeds.question(3, "self-000003") == seeds.question(3, "self-000003") != seeds.question(4, "self-000004")
+    assert seeds.question(0, "k").count("example ") == SHOWN_EXAMPLES
+    assert "about something else" in seeds.question(0, "k") and "about bees" in Seeds(["bees"], ["x"]).question(0, "k")
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "why"),
+    [
+        ("Why do bees dance?", "Why do bees dance?", None),
+        ('  "Why do bees dance?"\n', "Why do bees dance?", None),
+        ('"Bees" is which kind of "word"', '"Bees" is which kind of "word"', None),
+        ("Message 3:\nWhy do bees dance?", "Why do bees dance?", None),
+        ("Sure! Why do bees dance?", "Sure! Why do bees dance?", "announces a question instead of asking it"),
+        ("Here is a question about bees: why?", None, "announces a question instead of asking it"),
+        ("Here is my text about bees. Improve it.", "Here is my text about bees. Improve it.", None),
+        ("<think>they want bees</think>Why do bees dance?", "Why do bees dance?", None),
+    ],
+)
+def test_what_a_model_puts_around_a_question_is_taken_off(work, ledger, monkeypatch, answer, text, why):
+    letters = dict(enumerate(answer, 4))
+    monkeypatch.setattr(
+        work.target.tokenizer, "decode", lambda ids, skip_special_tokens=False: "".join(letters.get(i, "") for i in ids)
+    )
+    work.ask.scripted = {f"self-{i:06d}": [*letters, 2] for i in range(5)}
+    source = SelfPrompts(count=1, max_tokens=100, topics=["bees"], attempts_per_prompt=1)
+    if why is None:
+        assert source.collect(work, ledger)[0].user == text
+    else:
+        with pytest.raises(UserError, match=why):
+            source.collect(work, ledger)
+
+
+def test_topics_from_a_file(tmp_path, work, ledger):
+    path = tmp_path / "topics.txt"
+    path.write_text("kaban\n\n  lodor \n")
+    by_file = SelfPrompts(count=5, max_tokens=30, topics_file=str(path))
+    found = by_file.collect(work, ledger)
+    assert "about lodor:" in next(r for r in work.ask.requests if r.key == "self-000001").messages[0]["content"]
+    before = by_file.content()
+    path.write_text("kaban\nlodor\nmifel\n")
+    assert found and by_file.content() != before
+    for content, sentence in ((b"\n", "has no topic"), (b"\xff", "not UTF-8")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=sentence):
+            by_file.collect(work, Ledger())
+    path.unlink()
+    for use in (by_file.content, lambda: by_file.collect(work, Ledger())):
+        with pytest.raises(UserError, match=r"topics_file is .*topics.txt, which cannot be read"):
+            use()
+
+
+def test_seeds_too_long_for_the_window_are_refused(work, ledger):
+    with pytest.raises(UserError, match="or give shorter topics and examples"):
+        SelfPrompts(count=2, max_tokens=30, topics=["kaban " * 250]).collect(work, ledger)
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -158,6 +304,17 @@ def test_prompts_longer_than_the_window_are_refused(work, ledger):
         (lambda: SelfPrompts(count=1, temperature=0.0), "SelfPrompts.temperature is 0.0; it must be above 0"),
         (lambda: SelfPrompts(count=1, name="a/b"), "'a/b'; it must be made of letters"),
         (lambda: JsonlPrompts("x.jsonl", count=0), "JsonlPrompts.count is 0"),
+        (lambda: JsonlPrompts("x.jsonl", turns=0), "JsonlPrompts.turns is 0"),
+        (lambda: JsonlPrompts("x.jsonl", weight=0.0), "JsonlPrompts.weight is 0.0; it must be above 0"),
+        (lambda: JsonlPrompts("x.jsonl", weight=float("nan")), "JsonlPrompts.weight is nan"),
+        (lambda: SelfPrompts(count=1, topics=[" "]), "SelfPrompts.topics is"),
+        (lambda: SelfPrompts(count=1, topics=["a"], topics_file="b"), "both topics and topics_file"),
+        (lambda: DatasetPrompts("x", columns={"question": "prompt"}), "DatasetPrompts.columns is"),
+        (lambda: DatasetPrompts("x", columns={"prompt": 3}), "DatasetPrompts.columns is"),
+        (lambda: StorePrompts("x", count=0), "StorePrompts.count is 0"),
+        (lambda: PrepareConfig([SelfPrompts(1, weight=1.0), JsonlPrompts("x.jsonl")]), "gives self a weight, but x none"),
+        (lambda: PrepareConfig([SelfPrompts(1)], count=0), "prepare.count is 0"),
+        (lambda: PrepareConfig([SelfPrompts(1)], dedupe="fuzzy"), "prepare.dedupe is fuzzy; it must be exact or near"),
         (lambda: PrepareConfig(prompts=[]), "prepare.prompts is"),
         (lambda: PrepareConfig([SelfPrompts(1), SelfPrompts(2)]), "two sources of one name"),
         (lambda: PrepareConfig([SelfPrompts(1)], held_out_source="gsm8k"), "held_out_source is gsm8k, but the sources are self"),
