@@ -1,4 +1,7 @@
-"""`python -m data_prep --config RECIPE`: prompts in, token stores out, into runs/<name>/data/."""
+"""`python -m data_prep --config RECIPE`: prompts in, token stores out, into runs/<name>/data/.
+
+`python -m data_prep show FILE`: the tokens of chats, the supervised ones in colour.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -6,23 +9,29 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from data_prep import show
 from data_prep.engines import OpenAIServer
 from data_prep.pipeline import prepare
 from data_prep.team import Team
-from drafttrain.cli import guarded, parse
+from drafttrain.cli import guarded, pairs, parse
 from drafttrain.files import RunLock
+from drafttrain.recipe import load_recipe
 from drafttrain.target.load import load_speaker, load_target
 from drafttrain.topology import read_topology
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare the data of a recipe; returns the exit code."""
+    """Prepare the data of a recipe, or show some; returns the exit code."""
     return guarded(lambda: _main(sys.argv[1:] if argv is None else argv))
 
 
 def _main(argv: Sequence[str]) -> None:
+    if argv and argv[0] == "show":
+        _show(argv[1:])
+        return
     parsed = parse("data_prep", "python -m data_prep", argv)
     if parsed is None:
+        print("\nTo see which tokens of a file of chats, or of a token store, are supervised: python -m data_prep show --help")
         return
     recipe, options = parsed
     topology = read_topology()
@@ -45,6 +54,12 @@ def _main(argv: Sequence[str]) -> None:
             team=team,
             say=print if team.leads else partial(print, f"[{team.rank}]"),
         )
+
+
+def _show(argv: Sequence[str]) -> None:
+    options, rest = show.parse(argv)
+    recipe = load_recipe(options.config, pairs(rest))[0] if options.config else None
+    show.show(options, recipe.target if recipe else None)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ the chat up to an answer, with the generation prompt) before the ids of that lit
 just these ids, and the mask must be true on the literal's alone.
 """
 
+import random
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -81,6 +82,15 @@ CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [2, "<|x|>"]}}
 TWO = [user("what?"), says("It is four."), user("sure?"), says("Yes.")]
 THOUGHTS = [user("what?"), says("four", "sum"), user("sure?"), says("yes", "again")]
 INLINE = [user("what?"), says("<think>\nsum\n</think>\n\nfour"), user("sure?"), says("<think>\nagain\n</think>\n\nyes")]
+
+
+def wrapped(before: str, after: str = "<|end|>") -> str:
+    """A template that writes something before the words of every answer, and closes it."""
+    answer = f"<|assistant|>{before}{{{{ m.content }}}}{after}"
+    return (
+        f"{{% for m in messages %}}{{% if m.role == 'assistant' %}}{answer}{{% else %}}<|user|>{{{{ m.content }}}}<|end|>{{% endif %}}"
+        "{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+    )
 
 
 @dataclass
@@ -196,6 +206,17 @@ CASES = [
     Case("closed and ended without a prompt", "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% if not loop.last %}{{ '<|end|>' }}"
          "{% endif %}{% endfor %}{{ '<|end|><|assistant|>' if add_generation_prompt else '<|end|><eos>' }}", TWO,
          ["It is four.<|end|>", "Yes.<|end|>"]),
+    Case("a block of another name, no field for thoughts", wrapped("<reason>\n\n</reason>\n\n"), TWO, ["It is four.<|end|>", "Yes.<|end|>"],
+         injected="<reason>\n\n</reason>\n\n"),
+    Case("a block without tags that close", wrapped("<<thought{{ m.reasoning_content }}thought>>"), TWO, ["It is four.<|end|>", "Yes.<|end|>"],
+         injected="<<thoughtthought>>"),
+    Case("a thought without tags that close", wrapped("<<thought{{ m.reasoning_content }}thought>>"), THOUGHTS[:2],
+         ["<<thoughtsumthought>>four<|end|>"]),
+    Case("an empty answer behind a block", wrapped("<think></think>{{ '\n' if m.content }}"), [user("a"), says("")], ["<|end|>"],
+         injected="<think></think>"),
+    Case("a first sentence that looks like a block", "default_system", [user("a"), says("<b></b> bold")], ["<b></b> bold<|im_end|>"]),
+    Case("calls are closed otherwise", wrapped("{% if m.tool_calls %}<|channel|>{{ m.tool_calls[0].function.name }}<|message|>{% endif %}",
+         "{{ '<|return|>' if m.tool_calls else '<|end|>' }}"), [user("a"), says("", tool_calls=[CALL])], ["<|channel|>add<|message|><|return|>"]),
     Case("no generation prompt", "no_generation_prompt", TWO, ["It is four.<eos>", "Yes.<eos>"], injected="<|assistant|>\n"),
 ]  # fmt: skip
 
@@ -299,6 +320,9 @@ REFUSED = [
     ("alternating", {}, [user("a"), user("b"), says("c")], "must alternate"),
     ("drops_all_reasoning", {}, INLINE, "does not show its content as it is"),
     ("drops_all_reasoning", {}, THOUGHTS[:2], "drops its reasoning"),
+    ("drops_all_reasoning", {}, [user(MARK), *THOUGHTS[1:2]], "drops its reasoning"),
+    ("{% if messages[-1]['role'] == 'assistant' %}!{% endif %}{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}",
+     {}, [*TWO[:2], user("x")], "rendered differently"),
     ("drops_all_reasoning", {"forced": True}, TWO, "answers behind '<|assistant|><think>"),
     ("forced_think", {}, TWO[:2], "answers behind"),
     ("{% for m in messages %}{{ m['content'] | upper + eos_token }}{% endfor %}", {}, TWO, "does not show its content"),
@@ -337,3 +361,52 @@ def test_the_messages_stay_as_they_were():
     before = repr(messages)
     supervise(chat_of("empty_think"), messages)
     assert repr(messages) == before
+
+
+AWKWARD = [
+    "",
+    " ",
+    "\n",
+    "\n\n",
+    "Yes.",
+    "assistant",
+    "user\n",
+    "<|im_end|>",
+    "<|im_start|>assistant\n",
+    "<|end|>",
+    "[/INST]",
+    "<eos>",
+    "é",
+    "🙂",
+    MARK,
+    "<think>",
+    "</think>",
+]
+ENDS = {"default_system": "<|im_end|>", "one_token_roles": "<|end|>", "alternating": "<eos>", "blocks": "<|im_end|>"}
+
+
+@pytest.mark.parametrize("template", ENDS)
+def test_random_chats_against_the_simulated_target(template):
+    """Templates that rewrite nothing: every answer and its end of turn count, whatever was said, and nothing else does."""
+    source = random.Random(0)
+
+    def words() -> str:
+        return "".join(source.choices(AWKWARD, k=source.randint(0, 4)))
+
+    clean = 0
+    for _ in range(60):
+        turns = source.randint(1, 3)
+        messages = [{"role": "system", "content": words()}]
+        messages += [message for _ in range(turns) for message in (user(words()), says(words()))]
+        chat = chat_of(template)
+        found = supervise(chat, messages)
+        if any("boundary" in note for note in found.notes):
+            continue  # no ids can be put together there
+        clean += 1
+        expected = [False] * len(found.ids)
+        for index in range(2, len(messages), 2):
+            prompt = chat.encode(chat.text(messages[:index], generation_prompt=True))
+            answer = chat.encode(messages[index]["content"] + ENDS[template])
+            expected[len(prompt) : len(prompt) + len(answer)] = [True] * len(answer)
+        assert found.mask == expected, messages
+    assert clean > 20

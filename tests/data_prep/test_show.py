@@ -1,0 +1,249 @@
+"""`python -m data_prep show`: what is printed for files of chats and token stores, and how broken rows are named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from tiny import build_tokenizer
+
+from data_prep.__main__ import main
+from data_prep.show import Shown, bracketed, coloured, decoded
+from drafttrain.data.shards import Chat, write_shard
+from drafttrain.data.store import Manifest
+from drafttrain.types import Identity
+
+ROOT = Path(__file__).resolve().parents[2]
+GOOD = {"messages": [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "it is\nfour 🙂"}]}
+SHARED = {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}] * 2}
+PROMPT = "<|im_start|>user\ntwo?<|im_end|>\n<|im_start|>assistant\n"
+FOUR = "{% for m in messages %}{{ '<|' ~ m['role'] ~ '|>' ~ m['content'] ~ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def chats(tmp_path):
+    """Writes rows as JSONL; strings are lines as they are."""
+
+    def write(*rows, name: str = "chats.jsonl") -> str:
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def store(tmp_path, tokenizer):
+    """A token store of two chats."""
+    fast = build_tokenizer()
+    rows = []
+    for key, answer in (("x-1", "it is four 🙂<|im_end|>"), ("x-2", "no<|im_end|>")):
+        prompt, said = (fast(text, add_special_tokens=False)["input_ids"] for text in (PROMPT, answer))
+        rows.append(Chat(key, torch.tensor(prompt + said), torch.tensor([False] * len(prompt) + [True] * len(said))))
+    folder = tmp_path / "store"
+    folder.mkdir()
+    record = write_shard(folder, 0, rows, {"in": 2, "kept": 2, "dropped": {}})
+    identity = Identity(tokenizer, "", "", "", "{}", 1, 8, len(fast))
+    Manifest(identity, None, None, {"in": 2, "kept": 2, "dropped": {}}, 1, record.tokens, record.supervised_tokens, {}).write(
+        folder
+    )
+    return str(folder)
+
+
+def run(capsys, *flags: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr)."""
+    code = main(["show", *flags])
+    return code, *capsys.readouterr()
+
+
+def test_chats_are_shown_with_brackets(capsys, chats, tokenizer):
+    code, out, err = run(capsys, chats(GOOD, SHARED), "--tokenizer", tokenizer)
+    assert (code, err) == (0, "")
+    first, second = out.split("\n\n")[:2], out.split("\n\n")[2:4]
+    assert first[0] == "<|im_start|>user↵\ntwo?<|im_end|>↵\n<|im_start|>assistant↵\n⟦it is↵\nfour 🙂<|im_end|>⟧↵"
+    assert first[1].startswith("row 1: ") and first[1].endswith(" supervised, by renderings")
+    assert second[0].count("⟦b<|im_end|>⟧") == 2
+    assert second[1].startswith("row 2: ") and " 4 supervised" in second[1]
+
+
+def test_json_holds_every_token(capsys, chats, tokenizer):
+    code, out, _ = run(capsys, chats(GOOD, SHARED), "--tokenizer", tokenizer, "--json", "--last-turn-only")
+    first, second = (json.loads(line) for line in out.splitlines())
+    assert code == 0
+    assert "".join(text for text, _ in first["tokens"]) == PROMPT + "it is\nfour 🙂<|im_end|>\n"
+    assert "".join(text for text, kept in first["tokens"] if kept) == "it is\nfour 🙂<|im_end|>"
+    assert [text for text, kept in second["tokens"] if kept] == ["b", "<|im_end|>"]
+    assert first["method"] == "renderings" and first["notes"] == []
+
+
+def test_a_broken_row_is_named_and_the_others_are_shown(capsys, chats, tokenizer):
+    rows = (
+        GOOD,
+        "{broken",
+        {"messages": [{"role": "user", "content": "?"}]},
+        {"text": "no chat"},
+        {"conversations": [{"from": "narrator", "value": "x"}]},
+        "",
+        SHARED,
+    )
+    file = chats(*rows)
+    code, out, err = run(capsys, file, "--tokenizer", tokenizer)
+    assert code == 2
+    assert out.count("⟦") == 3 and "row 1: " in out and "row 7: " in out
+    lines = err.splitlines()
+    for line, number, words in zip(lines, (2, 3, 4, 5), ("not JSON", "no assistant turn", "no chat", "'narrator'"), strict=False):
+        assert line.startswith(f"error: {file} row {number}: ") and words in line
+    assert lines[4].startswith("error: 4 of 6 chats")
+
+
+def test_limit(capsys, chats, tokenizer):
+    code, out, err = run(capsys, chats(GOOD, SHARED, "{broken"), "--tokenizer", tokenizer, "--limit", "2", "--json")
+    assert (code, err, len(out.splitlines())) == (0, "", 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps([GOOD, GOOD]),
+        json.dumps([GOOD, GOOD], indent=2),
+        "\n".join(json.dumps(GOOD["messages"]) for _ in range(2)),
+        "\ufeff" + json.dumps(GOOD) + "\n\n" + json.dumps(GOOD),
+    ],
+)
+def test_forms_of_files(capsys, chats, tokenizer, text):
+    code, out, _ = run(capsys, chats(text), "--tokenizer", tokenizer, "--json")
+    assert code == 0 and len(out.splitlines()) == 2
+
+
+@pytest.mark.parametrize("value", [GOOD, GOOD["messages"]])
+def test_one_chat_in_a_file(capsys, chats, tokenizer, value):
+    code, out, _ = run(capsys, chats(json.dumps(value, indent=1)), "--tokenizer", tokenizer, "--json")
+    assert code == 0 and len(out.splitlines()) == 1
+
+
+def test_another_template_and_a_bare_tokenizer_file(capsys, chats, tokenizer, tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text(FOUR)
+    code, out, _ = run(capsys, chats(GOOD), "--tokenizer", tokenizer, "--template", str(template))
+    assert code == 0 and out.startswith("<|user|>two?<|im_end|><|assistant|>⟦it is")
+    bare = tmp_path / "bare.json"
+    bare.write_bytes((Path(tokenizer) / "tokenizer.json").read_bytes())
+    template.write_text(FOUR.replace("eos_token", "'<|im_end|>'"))
+    assert run(capsys, chats(GOOD), "--tokenizer", str(bare), "--template", str(template))[1] == out
+    code, _, err = run(capsys, chats(GOOD), "--tokenizer", str(bare))
+    assert code == 2 and err.count("error:") == 1 and "--template FILE.jinja" in err
+
+
+def test_the_tokenizer_of_a_recipe(capsys, chats, tokenizer):
+    recipe = str(ROOT / "recipes/smollm2-135m/eagle3.yaml")
+    flags = ("--config", recipe, "--target.path", tokenizer)
+    assert run(capsys, chats(GOOD), *flags)[1] == run(capsys, chats(GOOD), "--tokenizer", tokenizer)[1]
+
+
+def test_thoughts_are_left_out(capsys, chats, tokenizer):
+    row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>\nsum\n</think>\n\nfour"}]}
+    code, out, _ = run(capsys, chats(row), "--tokenizer", tokenizer, "--no-reasoning", "--json")
+    assert code == 0
+    assert "".join(text for text, kept in json.loads(out)["tokens"] if kept) == "\n\nfour<|im_end|>"
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_store_is_shown_as_it_is(capsys, store, tokenizer, given):
+    """Without a flag the tokenizer of the store's own target is taken."""
+    code, out, _ = run(capsys, store, "--json", *(("--tokenizer", tokenizer) if given else ()))
+    first, second = (json.loads(line) for line in out.splitlines())
+    assert code == 0 and (first["name"], first["method"]) == ("x-1", "token store")
+    assert "".join(text for text, _ in first["tokens"]) == PROMPT + "it is four 🙂<|im_end|>"
+    assert "".join(text for text, kept in second["tokens"] if kept) == "no<|im_end|>"
+
+
+@pytest.mark.parametrize("flags", [("--last-turn-only",), ("--no-reasoning",), ("--template", "x.jinja")])
+def test_a_store_takes_no_other_mask(capsys, store, flags):
+    code, _, err = run(capsys, store, *flags)
+    assert code == 2 and flags[0] in err and "finished" in err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ((), "FILE"),
+        (("nowhere.jsonl", "--tokenizer", "{tokenizer}"), "there is no nowhere.jsonl"),
+        (("{file}",), "needs a tokenizer"),
+        (("{file}", "--tokenizer", "./nowhere"), "the tokenizer is ./nowhere, but there is no such folder"),
+        (("{file}", "--tokenizer", "{tokenizer}", "--template", "nowhere.jinja"), "--template is nowhere.jinja"),
+        (("{file}", "--tokenizer", "{tokenizer}", "--limit", "0"), "above 0"),
+        (("{file}", "--tokenizer", "{tokenizer}", "--colour"), "no flag of show"),
+        (("{empty}", "--tokenizer", "{tokenizer}"), "holds no chat"),
+        (("{text}", "--tokenizer", "{tokenizer}"), "is not JSON"),
+        (("{folder}", "--tokenizer", "{tokenizer}"), "no manifest.json"),
+    ],
+)
+def test_errors_are_one_sentence(capsys, chats, tokenizer, tmp_path, flags, words):
+    places = {
+        "tokenizer": tokenizer,
+        "file": chats(GOOD),
+        "empty": chats(name="empty.jsonl"),
+        "text": chats("hello", name="text.txt"),
+        "folder": str(tmp_path),
+    }
+    code, out, err = run(capsys, *(flag.format(**places) for flag in flags))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and len(err.splitlines()) == 1 and words in err
+
+
+def test_help_mentions_show(capsys):
+    assert main(["--help"]) == 0
+    assert "python -m data_prep show" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        main(["show", "--help"])
+    assert left.value.code == 0 and "--last-turn-only" in capsys.readouterr().out
+
+
+def test_colour_where_there_is_a_terminal():
+    chat = Shown("row 1", [("a\n", False), ("b", True)], "renderings", [])
+    console = Console(force_terminal=True, color_system="standard", no_color=False, width=20)
+    with console.capture() as captured:
+        console.print(coloured(chat), soft_wrap=True, end="")
+    assert captured.get() == "a↵\n\x1b[1;30;42mb\x1b[0m"
+
+
+def test_nothing_steers_the_terminal():
+    chat = Shown("row 1", [("\x1b[2J\t", False), ("\r\x9b", True)], "renderings", [])
+    assert bracketed(chat) == "\\x1b[2J⇥\t⟦\\r\\x9b⟧"
+
+
+def test_decoded_pieces_join_to_the_text():
+    fast = build_tokenizer()
+    text = "<|im_start|>naïve 日本 🙂\n\n x<|im_end|>"
+    ids = fast(text, add_special_tokens=False)["input_ids"]
+    assert "".join(decoded(fast, ids)) == text and len(decoded(fast, ids)) == len(ids)
+    assert "".join(decoded(fast, ids[:-10])) == fast.decode(ids[:-10])  # cut inside a character
+
+
+def test_as_a_command(chats, tokenizer):
+    """A process of its own: exit code and both streams."""
+    command = [sys.executable, "-m", "data_prep", "show", chats(GOOD, "{broken"), "--tokenizer", tokenizer]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 2 and "⟦it is" in done.stdout and "row 2" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_reader_that_goes_away(chats, tokenizer):
+    """`show ... | head`: no traceback."""
+    command = [sys.executable, "-m", "data_prep", "show", chats(*[GOOD] * 2000), "--tokenizer", tokenizer]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=120) == 0
+        assert process.stderr.read() == b""
