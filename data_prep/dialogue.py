@@ -142,7 +142,10 @@ class Answering:
             return "no supervised token", ""
         if not body:
             return "empty answer", ""
-        text = self.work.target.tokenizer.decode(body, skip_special_tokens=False)
+        tokenizer = self.work.target.tokenizer
+        text = tokenizer.decode(body, skip_special_tokens=False)
+        if tokenizer.encode(text, add_special_tokens=False) != body:
+            self.ledger.notes["answers are other tokens than their text gives: kept as they were generated"] += 1
         question = dialogue.question.turns[dialogue.turn]["content"]
         return fault_of_answer(self.rules.quality, body, text, question, rollout.stopped), text
 

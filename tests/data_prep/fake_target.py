@@ -27,7 +27,7 @@ class FakeTokenizer:
     def __init__(self):
         self.words = SPECIAL + WORDS + ["unknown"]
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return [self.words.index(word) if word in self.words else len(self.words) - 1 for word in text.split()]
 
     def decode(self, ids, skip_special_tokens: bool = False) -> str:
