@@ -1,7 +1,7 @@
 """Self-prompting: the target writes the questions itself.
 
 Unseeded, it is given an open user turn and continues it. Seeded by topics or examples, it is asked in an ordinary chat for a
-message that a user could send, and its answer is the prompt. Two ways because they differ in what they sample: an open user turn
+question, and its answer is the prompt. Two ways because they differ in what they sample: an open user turn
 gives what the target takes for a typical user, a seed leads it where the drafter will be used.
 
 Attempts are numbered and sampled in chunks of a fixed size, each kept in `attempts/<source>-00000.json`, and attempt 123 has
@@ -28,6 +28,10 @@ SHOWN_EXAMPLES = 4
 THOUGHT_ENDS = "</think>"
 CHATTY = re.compile(r"(?:sure|certainly|of course|absolutely)\b[,!.:]|here(?:'s|’s| is| are)\b[^\n]*:", re.IGNORECASE)
 """How an answer begins that announces a question instead of being one."""
+LABEL = re.compile(
+    r"\A(?:q|(?:(?:sure|certainly|here(?:'s|’s| is)|this is|the|an?)\b[^\n:]{0,40})?\bquestion\b[^\n:]{0,20}):\s*", re.IGNORECASE
+)
+"""A name that it gives to the question: "Question:", "Here is a question about bees:"."""
 QUOTES = {'"': '"', "“": "”", "«": "»", "「": "」"}
 
 
@@ -41,20 +45,20 @@ class Seeds:
     def __bool__(self) -> bool:
         return bool(self.topics or self.examples)
 
-    def question(self, number: int, key: str) -> str:
-        """What attempt `number` asks the target. Topics take turns; which examples are shown depends on the key alone."""
-        about = f" about {self.topics[number % len(self.topics)]}" if self.topics else ""
+    def chat(self, number: int, key: str) -> list[dict]:
+        """What attempt `number` asks the target. Topics take turns; which examples are shown depends on the key alone.
+
+        Examples are shown as answers that the target gave before: a small target copies their kind far better than from a list.
+        """
+        about = self.topics[number % len(self.topics)] if self.topics else None
         if not self.examples:
-            return (
-                f"Write a message that somebody could send to an AI assistant{about}: one question or task, complete in itself. "
-                "Write the message alone, with nothing before or after it."
-            )
-        shown = random.Random(key).sample(self.examples, min(SHOWN_EXAMPLES, len(self.examples)))
-        listed = "\n\n".join(f"Message {place}:\n{text.strip()}" for place, text in enumerate(shown, 1))
-        return (
-            f"These are messages that people sent to an AI assistant.\n\n{listed}\n\nWrite one more message of the same kind"
-            f"{about or ', about something else'}. Write the message alone, with nothing before or after it."
-        )
+            return [{"role": "user", "content": f"Write a question about {about}. Write only the question."}]
+        again = "Write another question like that"
+        messages: list[dict] = []
+        for example in random.Random(key).sample(self.examples, min(SHOWN_EXAMPLES, len(self.examples))):
+            messages.append({"role": "user", "content": f"{again}." if messages else "Write a question."})
+            messages.append({"role": "assistant", "content": example.strip()})
+        return [*messages, {"role": "user", "content": f"{again}, about {about}." if about else f"{again}."}]
 
 
 UNSEEDED = Seeds([], [])
@@ -89,14 +93,15 @@ class Attempts:
 
     def _request(self, number: int) -> Request:
         key = f"{self.source.name}-{number:06d}"
-        messages = ({"role": "user", "content": self.seeds.question(number, key)},) if self.seeds else None
-        opening = tuple(self.work.target.render(list(messages)) if messages else self.prefix)
+        messages = self.seeds.chat(number, key) if self.seeds else None
+        opening = tuple(self.work.target.render(messages) if messages else self.prefix)
         if len(opening) + self.source.max_tokens > self.work.target.max_positions:
             raise UserError(
                 f"SelfPrompts.max_tokens is {self.source.max_tokens} after an opening of {len(opening)} tokens, but the target "
                 f"reads at most {self.work.target.max_positions}; lower it{', or give shorter topics and examples' if messages else ''}."
             )
-        return Request(key, opening, self.source.max_tokens, ends=self.closing, messages=messages)
+        chat = tuple(messages) if messages else None
+        return Request(key, opening, self.source.max_tokens, ends=self.closing, messages=chat)
 
     def _judge(self, row: dict) -> tuple[str, str | None]:
         ended = bool(row["ids"]) and row["ids"][-1] in (*self.work.target.end_ids, *self.closing)
@@ -128,8 +133,10 @@ class Attempts:
 
     @staticmethod
     def _unwrapped(text: str) -> str:
-        """Without the quotes around, or the label before, that a model gives to what it was asked to write."""
-        text = re.sub(r"^Message(?: \d+)?:\s*", "", text.strip())
+        """Without the label before, and the quotes around, that a model gives to what it was asked to write."""
+        text = LABEL.sub("", text.strip())
+        if "\n" not in text:
+            text = re.sub(r"^\d{1,2}[.)]\s+", "", text)
         closing = QUOTES.get(text[:1])
         inner = text[1:-1]
         return inner.strip() if closing and len(text) > 2 and text.endswith(closing) and text[0] not in inner else text

@@ -42,11 +42,11 @@ class SelfPrompts(PromptSource):
     name: str = "self"
     """Name of the source, and beginning of its prompts' keys."""
     topics: list[str] = field(default_factory=list)
-    """What to ask about: the target is asked for a message on each topic in turn. Empty = it writes whatever it likes."""
+    """What to ask about: the target is asked for a question about each topic in turn. Empty = it writes whatever it likes."""
     topics_file: str | None = None
     """A file with one topic a line, instead of `topics`."""
     examples: list[str] = field(default_factory=list)
-    """Prompts of the wanted kind: the target is shown up to four of them and asked for another."""
+    """Prompts of the wanted kind: the target is shown up to four of them as its own answers, and asked for another."""
     weight: float | None = None
     """Share in the mix, relative to the other sources' weights; null = all that there are."""
 

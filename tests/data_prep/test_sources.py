@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from fake_target import FakeSpeech
@@ -12,6 +13,7 @@ from data_prep.ledger import Ledger
 from data_prep.selfprompt import SHOWN_EXAMPLES, Seeds
 from data_prep.sources import DatasetPrompts, JsonlPrompts, SelfPrompts, StorePrompts
 from drafttrain.errors import UserError
+from drafttrain.recipe import load_recipe
 
 
 def user(text: str) -> dict:
@@ -229,10 +231,10 @@ def test_topics_take_turns_and_the_answer_is_the_prompt(work, ledger):
     assert ledger.dropped["duplicate"] == 1 and ledger.dropped["did not end within 30 tokens"] >= 1
     assert ledger.read == 5 + sum(ledger.dropped.values())
     requests = {request.key: request for request in work.ask.requests}
-    asked = [requests[f"self-{number:06d}"].messages[0]["content"] for number in range(4)]
+    asked = [requests[f"self-{number:06d}"].messages[-1]["content"] for number in range(4)]
     assert ["about kaban" in text for text in asked] == [True, False, True, False]
     assert ["about lodor" in text for text in asked] == [False, True, False, True]
-    assert all("mifel nugim rahus" in text for text in asked)
+    assert all({"role": "assistant", "content": "mifel nugim rahus"} in request.messages for request in requests.values())
     first = requests["self-000000"]
     assert first.ids == tuple(work.target.render(list(first.messages))) and first.ends == ()
     calls = work.ask.calls
@@ -241,9 +243,12 @@ def test_topics_take_turns_and_the_answer_is_the_prompt(work, ledger):
 
 def test_examples_shown_depend_on_the_key_alone():
     seeds = Seeds([], [f"example {letter}" for letter in "abcdefgh"])
-    assert seeds.question(3, "self-000003") == seeds.question(3, "self-000003") != seeds.question(4, "self-000004")
-    assert seeds.question(0, "k").count("example ") == SHOWN_EXAMPLES
-    assert "about something else" in seeds.question(0, "k") and "about bees" in Seeds(["bees"], ["x"]).question(0, "k")
+    assert seeds.chat(3, "self-000003") == seeds.chat(3, "self-000003") != seeds.chat(4, "self-000004")
+    roles = [message["role"] for message in seeds.chat(0, "k")]
+    assert roles == ["user", "assistant"] * SHOWN_EXAMPLES + ["user"]
+    assert seeds.chat(0, "k")[-1]["content"] == "Write another question like that."
+    assert Seeds(["bees"], ["x"]).chat(0, "k")[-1]["content"] == "Write another question like that, about bees."
+    assert len(Seeds(["bees"], []).chat(0, "k")) == 1
 
 
 @pytest.mark.parametrize(
@@ -252,9 +257,15 @@ def test_examples_shown_depend_on_the_key_alone():
         ("Why do bees dance?", "Why do bees dance?", None),
         ('  "Why do bees dance?"\n', "Why do bees dance?", None),
         ('"Bees" is which kind of "word"', '"Bees" is which kind of "word"', None),
-        ("Message 3:\nWhy do bees dance?", "Why do bees dance?", None),
+        ("Question 3:\nWhy do bees dance?", "Why do bees dance?", None),
+        ('The question is: "Why do bees dance?"', "Why do bees dance?", None),
+        ("A question about bees: Why do they dance?", "Why do they dance?", None),
+        ("1. Why do bees dance?", "Why do bees dance?", None),
+        ("1. Why bees?\n2. Why not wasps?", "1. Why bees?\n2. Why not wasps?", None),
+        ("Answer my question: why do bees dance?", "Answer my question: why do bees dance?", None),
         ("Sure! Why do bees dance?", "Sure! Why do bees dance?", "announces a question instead of asking it"),
-        ("Here is a question about bees: why?", None, "announces a question instead of asking it"),
+        ("Here is a question about bees: why do they dance?", "why do they dance?", None),
+        ("Here are three ideas: bees, wasps, ants", None, "announces a question instead of asking it"),
         ("Here is my text about bees. Improve it.", "Here is my text about bees. Improve it.", None),
         ("<think>they want bees</think>Why do bees dance?", "Why do bees dance?", None),
     ],
@@ -278,10 +289,13 @@ def test_topics_from_a_file(tmp_path, work, ledger):
     path.write_text("kaban\n\n  lodor \n")
     by_file = SelfPrompts(count=5, max_tokens=30, topics_file=str(path))
     found = by_file.collect(work, ledger)
-    assert "about lodor:" in next(r for r in work.ask.requests if r.key == "self-000001").messages[0]["content"]
+    assert "about lodor." in next(r for r in work.ask.requests if r.key == "self-000001").messages[0]["content"]
     before = by_file.content()
     path.write_text("kaban\nlodor\nmifel\n")
     assert found and by_file.content() != before
+    assert by_file.decides() == SelfPrompts(count=5, max_tokens=30, topics_file="elsewhere").decides()
+    for name in ("topics", "examples"):  # what leads the target decides what the prompts are
+        assert SelfPrompts(1, **{name: ["a"]}).decides() != SelfPrompts(1, **{name: ["b"]}).decides()
     for content, sentence in ((b"\n", "has no topic"), (b"\xff", "not UTF-8")):
         path.write_bytes(content)
         with pytest.raises(UserError, match=sentence):
@@ -329,3 +343,30 @@ def test_nonsense_is_refused(make, sentence):
     with pytest.raises(UserError) as error:
         make()
     assert sentence in str(error.value)
+
+
+def test_a_recipe_can_name_and_mix_all_of_them(tmp_path):
+    mixed = tmp_path / "mixed.yaml"
+    mixed.write_text(
+        """
+prepare:
+  count: 1000
+  dedupe: near
+  prompts:
+    - {class_path: SelfPrompts, init_args: {count: 9, topics: [bees, "1984"], weight: 1}}
+    - {class_path: JsonlPrompts, init_args: {path: chats.jsonl.gz, turns: 3, weight: 2.5}}
+    - {class_path: StorePrompts, init_args: {path: runs/other/data/train, weight: 0.5}}
+    - class_path: DatasetPrompts
+      init_args: {path: owner/name, config_name: default, revision: main, columns: {prompt: question}, weight: 1}
+"""
+    )
+    base = Path(__file__).parents[2] / "recipes" / "smollm2-135m" / "eagle3.yaml"
+    recipe, notes = load_recipe([base, mixed])
+    own, file, store, hub = recipe.prepare.prompts
+    assert (
+        own.topics == ["bees", "1984"] and file.name == "chats" and hub.columns == {"prompt": "question"} and hub.name == "name"
+    )
+    assert recipe.prepare.weights == {"self": 1.0, "chats": 2.5, "store": 0.5, "name": 1.0}
+    written = tmp_path / "again.yaml"
+    written.write_text(json.dumps(recipe.plain()))
+    assert load_recipe([written])[0].prepare == recipe.prepare
