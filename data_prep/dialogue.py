@@ -62,7 +62,8 @@ class Question:
 
     key: str
     prompt: Prompt
-    ids: tuple[int, ...]
+    ids: Sequence[int]
+    """Compact where there are millions (`array`): a tuple of ids takes ten times as much."""
 
     @property
     def turns(self) -> list[dict]:
@@ -232,7 +233,7 @@ def thought_tokens(answer: list[int], prompt: list[int], tokenizer) -> int:
 
 def _begin(question: Question) -> _Dialogue:
     users = [index for index, message in enumerate(question.prompt.messages) if message["role"] == "user"]
-    return _Dialogue(question, list(question.prompt.messages[: users[0] + 1]), question.ids)
+    return _Dialogue(question, list(question.prompt.messages[: users[0] + 1]), tuple(question.ids))
 
 
 def first_turn(prompt: Prompt) -> list[dict]:

@@ -118,7 +118,7 @@ def _unrenderable(prompt: Prompt, work: Work, longest: int) -> str | None:
 
 def _write(folder: Path, gathered: Gathered) -> None:
     for name, prompts in (("prompts.jsonl", gathered.training), ("held_out.jsonl", gathered.held_out)):
-        write_jsonl_atomic(folder / name, [_row(prompt) for prompt in prompts])
+        write_jsonl_atomic(folder / name, map(_row, prompts))
     write_jsonl_atomic(folder / "dropped.jsonl", gathered.ledger.rows)
     facts = {
         "read": gathered.ledger.read,

@@ -11,6 +11,7 @@ Every file is whole or not there, each prompt has its own random stream, and the
 any moment is followed by one that ends with the same chats and the same ledger.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -183,7 +184,7 @@ def _training_chunks(config: PrepareConfig, work: Work, prompts: Sequence[Prompt
 
 
 def _questions(work: Work, prompts: Sequence[Prompt]) -> list[Question]:
-    return [Question(p.key, p, tuple(work.target.render(first_turn(p), p.tools))) for p in prompts]
+    return [Question(p.key, p, array("i", work.target.render(first_turn(p), p.tools))) for p in prompts]
 
 
 def _add_shards(ledger: Ledger, records: list[ShardRecord]) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,24 +23,27 @@ from drafttrain.errors import UserError
 LOCK = ".lock"
 BLOCK = 1 << 22
 """Bytes read or written at once."""
+LINES_AT_ONCE = 4096
 
 
-def write_atomic(path: str | Path, data: bytes | str) -> None:
-    """Writes the file whole or not at all. Raises OSError, after removing what it had begun."""
+def write_atomic(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:
+    """Writes the file whole or not at all, from one piece or several. Raises OSError, after removing what it had begun."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     begun = path.with_name(path.name + ".tmp")
-    rest = memoryview(data.encode() if isinstance(data, str) else data)
+    pieces = [data.encode()] if isinstance(data, str) else [data] if isinstance(data, bytes) else data
     handle = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         try:
-            while len(rest):
-                rest = rest[os.write(handle, rest[:BLOCK]) :]
+            for piece in pieces:
+                rest = memoryview(piece)
+                while len(rest):
+                    rest = rest[os.write(handle, rest[:BLOCK]) :]
             os.fsync(handle)
         finally:
             os.close(handle)
         os.replace(begun, path)
-    except OSError:
+    except BaseException:
         begun.unlink(missing_ok=True)
         raise
     sync(path.parent)
@@ -51,9 +54,20 @@ def write_json_atomic(path: str | Path, value) -> None:
     write_atomic(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def write_jsonl_atomic(path: str | Path, rows: list[dict]) -> None:
-    """Writes one JSON object a line."""
-    write_atomic(path, "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows))
+def write_jsonl_atomic(path: str | Path, rows: Iterable[dict]) -> None:
+    """Writes one JSON object a line, without holding all lines at once."""
+    write_atomic(path, _lines(rows))
+
+
+def _lines(rows: Iterable[dict]) -> Iterator[bytes]:
+    """Lines of JSON, many to a piece: a system call for each would be slow."""
+    lines: list[bytes] = []
+    for row in rows:
+        lines.append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        if len(lines) == LINES_AT_ONCE:
+            yield b"".join(lines)
+            lines = []
+    yield b"".join(lines)
 
 
 def write_tensors_atomic(path: str | Path, tensors: Mapping[str, Tensor]) -> dict:
