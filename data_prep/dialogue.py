@@ -114,7 +114,16 @@ class Answering:
             d.question.key + ANSWER + (f"/{d.turn + 1}" if d.turn else ""): d
             for d in sorted(active, key=lambda d: (len(d.next_ids), d.question.key))
         }
-        requests = [Request(key, dialogue.next_ids, self.rules.limit) for key, dialogue in by_key.items()]
+        requests = [
+            Request(
+                key,
+                dialogue.next_ids,
+                self.rules.limit,
+                messages=tuple(dialogue.messages),
+                tools=tuple(dialogue.question.prompt.tools or ()) or None,
+            )
+            for key, dialogue in by_key.items()
+        ]
         for rollout in self.work.ask(requests, self.speech.temperature, self.speech.top_p, self.speech.taps):
             yield by_key[rollout.key], rollout
 
@@ -137,6 +146,8 @@ class Answering:
 
     def _judge(self, dialogue: _Dialogue, rollout: Rollout) -> tuple[str | None, str]:
         """(why the answer is dropped or None, its text without the end of turn)."""
+        if rollout.failed is not None:
+            return rollout.failed, ""
         ids = rollout.answer.tolist()
         body = ids[:-1] if ids and ids[-1] in self.ends else ids
         if not ids:

@@ -18,7 +18,7 @@ from data_prep.prompt import Work
 from data_prep.text import fault, fingerprint
 from drafttrain.errors import UserError
 from drafttrain.files import read_json, write_json_atomic
-from drafttrain.types import Request
+from drafttrain.types import Request, Rollout
 
 if TYPE_CHECKING:
     from data_prep.sources import SelfPrompts
@@ -88,8 +88,8 @@ class Attempts:
         numbers = range(self.chunks * self.work.chunk, (self.chunks + 1) * self.work.chunk)
         requests = [self._request(number) for number in numbers]
         rollouts = self.work.ask(requests, self.source.temperature, self.source.top_p, None)
-        ids = {rollout.key: rollout.answer.tolist() for rollout in rollouts}
-        return [{"key": request.key, "ids": ids[request.key]} for request in requests]
+        said = {rollout.key: rollout for rollout in rollouts}
+        return [_row(said[request.key]) for request in requests]
 
     def _request(self, number: int) -> Request:
         key = f"{self.source.name}-{number:06d}"
@@ -104,6 +104,8 @@ class Attempts:
         return Request(key, opening, self.source.max_tokens, ends=self.closing, messages=chat)
 
     def _judge(self, row: dict) -> tuple[str, str | None]:
+        if "failed" in row:
+            return "", row["failed"]
         ended = bool(row["ids"]) and row["ids"][-1] in (*self.work.target.end_ids, *self.closing)
         body = row["ids"][:-1] if ended else row["ids"]
         decode = self.work.target.tokenizer.decode
@@ -156,3 +158,9 @@ def read_topics(path: str) -> list[str]:
     if not topics:
         raise UserError(f"SelfPrompts.topics_file is {path}, which has no topic; write one a line, or leave the option out.")
     return topics
+
+
+def _row(rollout: Rollout) -> dict:
+    """An attempt as it is kept; with the reason where a server never answered."""
+    row = {"key": rollout.key, "ids": rollout.answer.tolist()}
+    return row if rollout.failed is None else row | {"failed": rollout.failed}

@@ -498,6 +498,18 @@ def test_data_from_a_server_is_data_from_the_target(tiny_llama, speaker, tmp_pat
             assert (tmp_path / "served" / name / file).read_bytes() == (tmp_path / "local" / name / file).read_bytes(), file
 
 
+def test_the_data_stage_sends_chats_and_names_what_was_lost(speaker, standin, tmp_path):
+    path = write_prompts(tmp_path / "p.jsonl", 12)
+    standin.cursed = lambda body: "500" if "plus 9?" in body["messages"][0]["content"] else None
+    options = dict(held_out=2, near_duplicate=1.0, max_tokens=40, held_out_max_tokens=40, max_prompt=80, chunk=4)
+    config = PrepareConfig([JsonlPrompts(path)], engine=OpenAIServer([standin.url], api="chat", attempts=2), **options)
+    store = prepare(config, speaker, tmp_path / "data", taps=None, draft_vocab=None, say=lambda text: None)
+    rows = Counter(store.manifest.rows["dropped"]) + Counter(
+        TokenStore.open(tmp_path / "data" / "held_out").manifest.rows["dropped"]
+    )
+    assert rows == {"no answer from a server in 2 tries (HTTP 500)": 1, "split off as held out": 2}
+
+
 def start(folder: Path, target: str, prompts: str, urls: list[str]) -> subprocess.Popen:
     program = [sys.executable, str(Path(__file__).parent / "openai_standin.py"), target, prompts, str(folder), *urls]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
