@@ -12,13 +12,11 @@ from time import perf_counter
 
 from data_prep.dialogue import Answering, Question, Rules, Speech, question_key
 from data_prep.sources import Work
-from data_prep.team import Team
+from data_prep.team import ALONE, Team
 from drafttrain.data.features import feature_bytes
 from drafttrain.data.shards import TOKEN_BYTES, ShardRecord, read_record, record_name, write_shard
 from drafttrain.errors import UserError
 from drafttrain.files import explain_full_disk
-
-ALONE = Team()
 
 
 @dataclass(frozen=True)

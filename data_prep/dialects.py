@@ -12,7 +12,7 @@ used: training text is always the target's own. So a chat is kept up to its firs
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from data_prep.prompt import Prompt
@@ -32,6 +32,7 @@ ROLES = {
 TEXTS = {"user": "user turn", **dict.fromkeys(LEADING, "system text")}
 """What is said by whom, in the reasons."""
 LATER_TURN = re.compile(r"@turn\d+$")
+"""Ending of the key of a row of training text that begins at a later turn (`dialogue.py`)."""
 LONGEST_ID = 200
 
 
@@ -46,8 +47,8 @@ class Reader:
     source: str
     turns: int | None
     """Most user turns to keep."""
-    dialects: Counter[str]
-    notes: Counter[str]
+    dialects: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
 
     def prompt(self, number: int, row: Any) -> Prompt:
         """The prompt of row `number`. Raises Broken with the reason if it is none."""

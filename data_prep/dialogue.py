@@ -10,23 +10,21 @@ always stands behind exactly the tokens that the target had read when it said it
     chat-7@turn3    system user answer 1 user answer 2 user [answer 3]
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from data_prep.dialects import LATER_TURN
 from data_prep.ledger import Ledger
 from data_prep.quality import QualityConfig, fault_of_answer
 from data_prep.sources import Prompt, Work
+from data_prep.text import THOUGHT_ENDS, tokens_through_thought
 from drafttrain.data.shards import Chat
 from drafttrain.errors import UserError
 from drafttrain.types import Features, Request, Rollout
 
 ANSWER = "/answer"
-TURN = re.compile(r"@turn\d+$")
-"""Ending of the key of a row that begins at a later turn."""
-THOUGHT_ENDS = "</think>"
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,7 @@ class Answering:
 
 def question_key(chat_key: str) -> str:
     """Key of the question that a chat of training text came from."""
-    return TURN.sub("", chat_key)
+    return LATER_TURN.sub("", chat_key)
 
 
 def thought_tokens(answer: list[int], prompt: list[int], tokenizer) -> int:
@@ -232,24 +230,17 @@ def thought_tokens(answer: list[int], prompt: list[int], tokenizer) -> int:
     begun = text.lstrip().startswith("<think>") or before.rfind("<think>") > before.rfind(THOUGHT_ENDS)
     if THOUGHT_ENDS not in text:
         return len(answer) if begun else 0
-    low, high = 1, len(answer)  # the shortest beginning that contains the closing tag
-    while low < high:
-        middle = (low + high) // 2
-        if THOUGHT_ENDS in tokenizer.decode(answer[:middle], skip_special_tokens=False):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return tokens_through_thought(answer, tokenizer)
 
 
 def _begin(question: Question) -> _Dialogue:
-    users = [index for index, message in enumerate(question.prompt.messages) if message["role"] == "user"]
-    return _Dialogue(question, list(question.prompt.messages[: users[0] + 1]), tuple(question.ids))
+    return _Dialogue(question, first_turn(question.prompt), tuple(question.ids))
 
 
 def first_turn(prompt: Prompt) -> list[dict]:
     """The messages of the first question."""
-    return _begin(Question(prompt.key, prompt, ())).messages
+    first = next(index for index, message in enumerate(prompt.messages) if message["role"] == "user")
+    return list(prompt.messages[: first + 1])
 
 
 def _features(rollout: Rollout) -> Features | None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.answer import ALONE, Answered, Chunk, answer, expected_bytes, in_chunks
+from data_prep.answer import Answered, Chunk, answer, expected_bytes, in_chunks
 from data_prep.config import PrepareConfig
 from data_prep.dialogue import Question, Rules, Speech, first_turn
 from data_prep.engines import OpenAIServer
@@ -30,7 +30,7 @@ from data_prep.report import write_report
 from data_prep.server import ServerEngine
 from data_prep.sources import Ask, Prompt, Work
 from data_prep.stamp import require_same, settings
-from data_prep.team import Team
+from data_prep.team import ALONE, Team
 from drafttrain.data.shards import ShardRecord, has_features
 from drafttrain.data.store import Manifest, TokenStore
 from drafttrain.decoding.engine import Sampling, generate
@@ -92,7 +92,7 @@ def prepare(
     if isinstance(ask, ServerEngine):
         ask.report()
     _report(folder, training, held_out, answered, draft_vocab, target.end_ids, say)
-    say(f"report: {write_report(folder, target.end_ids, draft_vocab, tap_count)}")
+    say(f"report: {write_report(folder, training, held_out, target.end_ids, draft_vocab, tap_count)}")
     return training
 
 

@@ -21,6 +21,7 @@ from drafttrain import plots
 from drafttrain.data.features import FEATURE_DTYPES, feature_bytes
 from drafttrain.data.store import TokenStore
 from drafttrain.files import human_bytes, write_atomic, write_json_atomic
+from drafttrain.markdown import table
 from drafttrain.vocab import DraftVocabulary, choose, coverage, size_for
 
 FURTHER_ANSWER = re.compile(r"#(\d+|greedy)$")
@@ -46,9 +47,15 @@ class ChatFacts:
     repeated: float
 
 
-def write_report(folder: Path, end_ids: Sequence[int], draft_vocab: int | float | None, taps: int) -> Path:
+def write_report(
+    folder: Path,
+    training: TokenStore,
+    held_out: TokenStore,
+    end_ids: Sequence[int],
+    draft_vocab: int | float | None,
+    taps: int,
+) -> Path:
     """Writes data/report/ from the stores of a finished data folder and returns its README. `taps` is how many layers are tapped."""
-    training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
     sources = _sources(folder)
     facts = [_facts(training, index, sources, set(end_ids)) for index in range(len(training))]
     supervised_V, other_V = training.counts()
@@ -150,13 +157,13 @@ def _markdown(s: dict, figures: list[str], taps: int) -> str:
         f"{s['chats']:,} chats, {s['tokens']:,} tokens, {s['answer_tokens']:,} of them answers by the target. Held out: "
         f"{s['held_out']['chats']:,} prompts with {s['held_out']['answer_tokens']:,} greedy answer tokens.",
         f"## Ledger\n\n{rows['in']:,} rows in = {rows['kept']:,} kept + {sum(rows['dropped'].values()):,} dropped.",
-        _table(["dropped because", "rows"], [[why, f"{n:,}"] for why, n in sorted(rows["dropped"].items(), key=lambda p: -p[1])]),
-        _table(["done to rows that stayed", "rows"], [[what, f"{n:,}"] for what, n in s["notes"].items()]) if s["notes"] else "",
-        "## By source\n\n" + _table(COLUMNS, [_source_row(name, group) for name, group in s["sources"].items()]),
+        table(["dropped because", "rows"], [[why, f"{n:,}"] for why, n in sorted(rows["dropped"].items(), key=lambda p: -p[1])]),
+        table(["done to rows that stayed", "rows"], [[what, f"{n:,}"] for what, n in s["notes"].items()]) if s["notes"] else "",
+        "## By source\n\n" + table(COLUMNS, [_source_row(name, group) for name, group in s["sources"].items()]),
         "Looping: at least half of the answer's runs of 8 tokens stood earlier in it.",
-        "## Turns\n\n" + _table(["supervised answers in a chat", "chats"], [[n, f"{c:,}"] for n, c in s["turns"].items()]),
+        "## Turns\n\n" + table(["supervised answers in a chat", "chats"], [[n, f"{c:,}"] for n, c in s["turns"].items()]),
         "## Draft vocabulary\n\n"
-        + _table(
+        + table(
             ["covers of training answers", "tokens"], [[share, f"{size:,}"] for share, size in s["size_for_coverage"].items()]
         ),
         f"## Stored features\n\nWith {taps} taps and the final state of every token: "
@@ -170,8 +177,3 @@ def _markdown(s: dict, figures: list[str], taps: int) -> str:
 def _source_row(name: str, g: dict) -> list[str]:
     shares = [f"{100 * g[key]:.1f}%" for key in ("cut_at_limit", "looping", "covered")]
     return [name, f"{g['chats']:,}", f"{g['answer_tokens']:,}", *(f"{g[key]:.0f}" for key in ("mean", "median", "p95")), *shares]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from data_prep.prompt import Work
-from data_prep.text import fault, fingerprint
+from data_prep.text import fault, fingerprint, tokens_through_thought
 from drafttrain.errors import UserError
 from drafttrain.files import read_json, write_json_atomic
 from drafttrain.types import Request, Rollout
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 SHOWN_EXAMPLES = 4
 """Examples shown at once: enough to see a kind, few enough that the next attempt sees others."""
-THOUGHT_ENDS = "</think>"
 CHATTY = re.compile(r"(?:sure|certainly|of course|absolutely)\b[,!.:]|here(?:'s|’s| is| are)\b[^\n]*:", re.IGNORECASE)
 """How an answer begins that announces a question instead of being one."""
 LABEL = re.compile(
@@ -110,7 +109,7 @@ class Attempts:
         body = row["ids"][:-1] if ended else row["ids"]
         decode = self.work.target.tokenizer.decode
         if self.seeds:
-            body = body[self._thought(body) :]
+            body = body[tokens_through_thought(body, self.work.target.tokenizer) :]  # reasoning is no part of the question
         text = decode(body, skip_special_tokens=True)
         if not ended:
             return text, f"did not end within {self.source.max_tokens} tokens"
@@ -125,13 +124,6 @@ class Attempts:
         if why is None:
             self._seen.add(fingerprint(text))
         return text, why
-
-    def _thought(self, body: list[int]) -> int:
-        """Tokens up to the one that completes `</think>`: reasoning about the question is no part of it."""
-        decode = self.work.target.tokenizer.decode
-        if THOUGHT_ENDS not in decode(body, skip_special_tokens=False):
-            return 0
-        return next(n for n in range(1, len(body) + 1) if THOUGHT_ENDS in decode(body[:n], skip_special_tokens=False))
 
     @staticmethod
     def _unwrapped(text: str) -> str:

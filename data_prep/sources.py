@@ -5,7 +5,6 @@ always the target's own. `dialects.py` says which forms of a chat are read, `row
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +120,7 @@ class JsonlPrompts(PromptSource):
     def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
         form = f"each line must look like {EXAMPLE} (DatasetPrompts reads a file that is one JSON array)"
         table = Table(self.path, "line", json_lines(self.path, "JsonlPrompts.path"), form)
-        return collect(table, Reader(self.name, self.turns, Counter(), Counter()), self.count, work, ledger)
+        return collect(table, Reader(self.name, self.turns), self.count, work, ledger)
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ class DatasetPrompts(PromptSource):
         dataset = load(self.path, self.config_name, self.split, self.revision, self.streaming)
         form = "say where its prompts are with DatasetPrompts.columns, such as {prompt: question}"
         table = Table(self.path, "row", rows_of(dataset, self.path, self.columns), form)
-        return collect(table, Reader(self.name, self.turns, Counter(), Counter()), self.count, work, ledger)
+        return collect(table, Reader(self.name, self.turns), self.count, work, ledger)
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ class StorePrompts(PromptSource):
                 f"{self.path}: made with another tokenizer or template ({made.path}); its prompts are rendered anew for this target"
             )
         table = Table(written, "line", json_lines(written, "StorePrompts.path"), "a data folder's own file has keys and messages")
-        return collect(table, Reader(self.name, self.turns, Counter(), Counter()), self.count, work, ledger, stored=True)
+        return collect(table, Reader(self.name, self.turns), self.count, work, ledger, stored=True)
 
 
 def _name_after(source: JsonlPrompts | DatasetPrompts, path: str) -> None:

@@ -59,3 +59,6 @@ class Team:
         """Poll. If another process dies, torchrun ends this one."""
         while not ready():
             time.sleep(POLL_SECONDS)
+
+
+ALONE = Team()

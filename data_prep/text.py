@@ -1,7 +1,9 @@
 """Plain judgements on text: its words, its shingles, and whether a sampled prompt is fit to be asked."""
 
+import bisect
 import re
 from collections import Counter
+from collections.abc import Sequence
 from hashlib import blake2b
 
 CJK = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
@@ -14,6 +16,8 @@ MARKER = re.compile(
 """Spellings of turns and special tokens that a model copies from its template."""
 RUN = re.compile(r"(\S)\1{9}")
 """One character ten times in a row."""
+
+THOUGHT_ENDS = "</think>"
 
 REPEATED_WORDS = 4
 REPEATS = 3
@@ -69,3 +73,14 @@ def fault(text: str, min_words: int) -> str | None:
     if len(found) >= DISTINCT_FROM and len(set(found)) / len(found) < DISTINCT:
         return "repeats itself"
     return None
+
+
+def tokens_through_thought(ids: Sequence[int], tokenizer) -> int:
+    """Leading tokens up to and including the one that completes `</think>`; 0 where it does not occur."""
+
+    def closed(count: int) -> bool:
+        return THOUGHT_ENDS in tokenizer.decode(ids[:count], skip_special_tokens=False)
+
+    if not closed(len(ids)):
+        return 0
+    return bisect.bisect_left(range(1, len(ids) + 1), True, key=closed) + 1

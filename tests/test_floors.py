@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("types", "errors"),
-    ("ops", "layouts", "losses", "vocab", "files", "plots"),
+    ("ops", "layouts", "losses", "vocab", "files", "plots", "markdown"),
     ("target", "drafters"),
     ("decoding", "data"),
     ("tasks", "export", "validation", "data_prep"),

@@ -6,6 +6,7 @@ Nothing here measures or computes more than a percentage: a report can be writte
 import json
 from collections.abc import Mapping, Sequence
 
+from drafttrain.markdown import table
 from drafttrain.validation.samples import Sample
 from drafttrain.validation.summary import defined
 
@@ -236,16 +237,6 @@ def _recount(r: Mapping) -> str:
 def _samples(samples: Sequence[Sample]) -> str:
     intro = "Accepted drafts are underlined; one pass of the target gave an underlined run and the token behind it."
     return "\n\n".join([intro, *(f"**{s.key}**: {s.prompt}\n\n<pre>{s.answer}</pre>" for s in samples)])
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table; a bar inside a cell is escaped."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def _device(r: Mapping) -> str:

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from drafttrain.validation.report import render, table
+from drafttrain.markdown import table
+from drafttrain.validation.report import render
 from drafttrain.validation.samples import Sample
 
 METHOD = {
