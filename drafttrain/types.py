@@ -105,6 +105,37 @@ class Term:
 
 
 @dataclass(frozen=True)
+class Proposal:
+    """Guessed tokens behind each row's anchor, as a tree of N nodes; a chain is the tree whose every node has one child.
+
+    A node stands behind its parent, so `parents_BN[b, n] < n`, and siblings have different tokens. *Place* 0 is the anchor and
+    place n+1 is node n: the target's distribution at a place is the one for the token behind it.
+    """
+
+    tokens_BN: Tensor
+    """Target-vocabulary ids."""
+    parents_BN: Tensor
+    """Index of the node that each one follows; -1 is the anchor."""
+    valid_BN: Tensor | None = None
+    """False for nodes that do not exist (a row proposed fewer); None where all do."""
+    q_BPV: Tensor | None = None
+    """For each place the distribution from which its children were drawn, over target ids, after temperature, top-k and top-p
+    [B, N+1, V]; rows of places without children are not read. None where the proposal is deterministic."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification kept of a proposal."""
+
+    accepted_B: Tensor
+    """Accepted nodes of each row, r."""
+    path_BK: Tensor
+    """Indices of the accepted nodes, from the anchor on, K the greatest depth; behind the first r they mean nothing, but are valid indices."""
+    said_B: Tensor
+    """The token behind the last accepted one: the target's own."""
+
+
+@dataclass(frozen=True)
 class Identity:
     """Which target something was made with. Stores, checkpoints and exports carry it, and refuse another one."""
 
