@@ -15,6 +15,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ from data_prep.stamp import require_same, settings
 from data_prep.team import ALONE, Team
 from drafttrain.data.shards import ShardRecord, has_features
 from drafttrain.data.store import Manifest, TokenStore
-from drafttrain.decoding.engine import Sampling, generate
+from drafttrain.decoding.engine import Engine as DecodingEngine
+from drafttrain.decoding.sampling import Sampling
 from drafttrain.errors import UserError
 from drafttrain.files import RunLock, explain_full_disk, human_bytes, remove_leftovers, require_space
 from drafttrain.target.target import Target
@@ -123,9 +125,12 @@ def engine(target: Target, config: PrepareConfig, say: Callable[[str], None] = p
     if isinstance(config.engine, OpenAIServer):
         return ServerEngine(config.engine, target, config.seed, say)
 
+    @lru_cache(maxsize=1)  # an engine keeps its buffers and graphs from chunk to chunk; two might not fit
+    def decoder(sampling: Sampling, taps: tuple[int, ...] | None) -> DecodingEngine:
+        return DecodingEngine(target, sampling=sampling, slots=config.slots, taps=taps or (), keep_features=taps is not None)
+
     def ask(requests: Sequence[Request], temperature: float, top_p: float, taps: tuple[int, ...] | None) -> Iterator[Rollout]:
-        sampling = Sampling(temperature=temperature, top_p=top_p, seed=config.seed)
-        return generate(target, requests, sampling=sampling, slots=config.slots, taps=taps or (), keep_features=taps is not None)
+        return decoder(Sampling(temperature=temperature, top_p=top_p, seed=config.seed), taps).generate(requests)
 
     return ask
 

@@ -1,11 +1,10 @@
-"""The decoding loop: propose -> target reads the drafts -> verify -> commit, for ragged batches.
+"""The decoding loop: propose -> target reads the drafts -> verify -> commit, for ragged batches with continuous refill.
 
-Every row has its own length. Keys and values are written at each row's own offset and read under each row's own mask, so
-nothing is ever re-aligned, and the output is that of plain decoding token for token: a position's token is a function of the
-target's logits there (its argmax, or the inverse distribution function at the row's own random number for that position), and
-a draft is kept exactly where it equals that token. Plain decoding is the same loop with no drafts.
+Greedy, or with the verifier `match`, the output is that of plain decoding token for token: a position's token is a function of the
+target's logits there (its argmax, or the inverse distribution function at the row's own random number for that position), and a draft is
+kept exactly where it equals that token. Other verifiers keep the distribution, not the tokens. Plain decoding is the same loop with no drafts.
 
-Letters: B rows of the batch, R rows admitted now, K drafts, M slots, T tokens read in a pass, P prompt tokens, A taps, D width.
+`1 + sum(accepted + 1) - cut = tokens emitted`: the first token of an answer comes from the prefill.
 """
 
 from collections import deque
@@ -13,16 +12,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
+from drafttrain.decoding.batch import Batch, Verifier, whole_blocks
+from drafttrain.decoding.graphs import Rounds, StageClock
 from drafttrain.decoding.propose import Proposer
-from drafttrain.decoding.sampling import Sampling, choose_tokens, stream_of
+from drafttrain.decoding.sampling import Sampling
+from drafttrain.decoding.verify import Match
 from drafttrain.errors import UserError
 from drafttrain.target.target import Target
-from drafttrain.types import Features, Request, Rollout
-
-EXTENT_MULTIPLE = 64
-"""Keys are read in whole blocks of slots, so that shapes repeat."""
+from drafttrain.types import Request, Rollout
 
 
 def generate(
@@ -36,21 +34,9 @@ def generate(
     keep_features: bool = False,
     overrun: int = 0,
 ) -> Iterator[Rollout]:
-    """Answer prompts, at most `slots` at once; a finished row's slot takes the next prompt. Yields in order of completion.
-
-    `keep_features` returns taps (of layers `taps`) and final states of every row the target read. `overrun` goes on that many
-    tokens behind each end (plain decoding only), so that a simulation can score drafts that reach past it.
-    """
-    if overrun and proposer is not None:
-        raise ValueError("overrun is for plain decoding")
-    if proposer is not None and keep_features and taps != proposer.taps:
-        raise ValueError("one pass hands out one set of taps")
-    for request in requests:
-        _check(target, request, slots)
-    if requests:
-        yield from _Loop(
-            target, requests, proposer, sampling, slots, taps if proposer is None else proposer.taps, keep_features, overrun
-        ).run()
+    """Answer prompts with an engine made for them; see `Engine.generate`."""
+    engine = Engine(target, proposer=proposer, sampling=sampling, slots=slots, taps=taps, keep_features=keep_features)
+    yield from engine.generate(requests, overrun=overrun)
 
 
 def _check(target: Target, request: Request, slots: int) -> None:
@@ -75,12 +61,28 @@ class _Row:
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     beyond: list[int] = field(default_factory=list)
+    verified: int = 0
     cut: int = 0
     stopped: bool = False
     ended: bool = False
 
+    @property
+    def read(self) -> int:
+        """Tokens that the target has read: all but the anchor."""
+        return len(self.request.ids) + self.verified - 1
+
+    def note(self, tokens: list[int]) -> None:
+        """Verified tokens of a round."""
+        if self.ended:
+            self.verified += len(tokens)
+            self.beyond.extend(tokens)
+        else:
+            self.accepted.append(len(tokens) - 1)
+            self.take(tokens)
+
     def take(self, tokens: list[int]) -> None:
         """Emit verified tokens up to an end of turn or the limit; the rest is cut."""
+        self.verified += len(tokens)
         for i, token in enumerate(tokens):
             self.emitted.append(token)
             self.stopped = token in self.ends
@@ -89,157 +91,171 @@ class _Row:
                 return
 
 
-class _Loop:
-    def __init__(self, target, requests, proposer, sampling, slots, taps, keep_features, overrun):
-        self.target, self.proposer, self.sampling = target, proposer, sampling
-        self.taps, self.keep, self.overrun = taps, keep_features, overrun
-        self.drafts = proposer.drafts if proposer else 0
-        self.waiting = deque(requests)
-        batch = min(slots, len(requests))
-        longest = max(len(r.ids) + r.limit for r in requests) + self.drafts + 1 + overrun
-        self.capacity = -(-longest // EXTENT_MULTIPLE) * EXTENT_MULTIPLE
-        self.rows: list[_Row | None] = [None] * batch
-        self.cache = target.new_cache(batch, self.capacity)
-        self.tokens_BM = torch.zeros(batch, self.capacity, dtype=torch.long, device=target.device)
-        self.length_B = torch.zeros(
-            batch, dtype=torch.long, device=target.device
-        )  # tokens the target has read; tokens[length] is the anchor
-        self.stream_B = torch.zeros(batch, dtype=torch.long, device=target.device)
-        self.features: Features | None = None
-        if proposer:
-            proposer.begin(batch, self.capacity)
+class Engine:
+    """Decodes for one target. Buffers and CUDA graphs are kept from call to call."""
 
-    def run(self) -> Iterator[Rollout]:
-        while self.waiting or any(self.rows):
+    def __init__(
+        self,
+        target: Target,
+        *,
+        proposer: Proposer | None = None,
+        verify: Verifier | None = None,
+        sampling: Sampling = Sampling(),
+        slots: int = 16,
+        taps: tuple[int, ...] = (),
+        keep_features: bool = False,
+        graphs: bool = True,
+        debug: bool = False,
+    ):
+        """
+        Args:
+            verify: what keeps drafts; None keeps those that say what the target says.
+            slots: rows that decode at the same time.
+            taps: layers whose outputs are kept, without a proposer; a proposer says itself which it reads.
+            keep_features: hand out taps and final states of every row the target read.
+            graphs: replay rounds as CUDA graphs where the target is on a GPU.
+            debug: after every round, hold lengths, positions and caches against what the host knows; slow.
+        """
+        if proposer is not None and keep_features and taps != proposer.taps:
+            raise ValueError("one pass hands out one set of taps")
+        self.target, self.proposer, self.sampling, self.slots = target, proposer, sampling, slots
+        self.verify = verify or Match(proposer.drafts if proposer else 0)
+        self.taps, self.keep_features = taps if proposer is None else proposer.taps, keep_features
+        self.use_graphs, self.debug = graphs, debug
+        self.clock: StageClock | None = None
+        """Set one to have the stages of every round timed."""
+        self.rows: list[_Row | None] = []
+        self._rounds: Rounds | None = None
+        # What a round may touch behind a row's length: the anchor, the nodes, and what the proposer steps.
+        self._ahead = 1 + (max(proposer.nodes, proposer.reach) if proposer else 0)
+
+    @property
+    def graphs_refused(self) -> str | None:
+        """Why rounds could not be recorded as graphs; None where they could, or were not asked to be."""
+        return self._rounds.refused if self._rounds else None
+
+    def generate(self, requests: Sequence[Request], overrun: int = 0) -> Iterator[Rollout]:
+        """Answer prompts, at most `slots` at once; a finished row's slot takes the next prompt. Yields in order of completion.
+
+        The longest answers begin first, among equals the shortest prompts: so rows end together, and neighbours are padded little.
+        `overrun` goes on that many tokens behind each end (plain decoding only), so that a simulation can score drafts that reach past it.
+
+        Raises:
+            UserError: a prompt that does not fit the target, before anything is decoded.
+        """
+        if overrun and self.proposer is not None:
+            raise ValueError("overrun is for plain decoding")
+        for request in requests:
+            _check(self.target, request, self.slots)
+        if not requests:
+            return
+        waiting = deque(sorted(requests, key=lambda r: (-r.limit, len(r.ids))))
+        batch = self._begin(requests, overrun)
+        while waiting or any(self.rows):
             free = [b for b, row in enumerate(self.rows) if row is None]
             # Prefilling interrupts everybody. A GPU waits until several rows can share one; a CPU is busy with any, and idle rows cost.
             enough = len(self.rows) // 8 if self.target.device.type == "cuda" else 1
-            if self.waiting and len(free) >= max(1, min(len(self.waiting), enough)):
-                self._admit(free[: len(self.waiting)])
-                yield from self._finished()
-                continue
-            if not self.waiting and len(free) * 4 >= len(self.rows) and len(self.rows) > 1:
-                self._select([b for b, row in enumerate(self.rows) if row is not None])
-            self._round()
-            yield from self._finished()
+            if waiting and len(free) >= max(1, min(len(waiting), enough)):
+                self._admit(batch, free[: len(waiting)], waiting)
+            else:
+                if not waiting:
+                    self._narrow(batch)
+                self._round()
+            yield from self._finished(batch, overrun)
 
-    # ---- admission -----------------------------------------------------------------------------------------------------
+    # ---- rows ----------------------------------------------------------------------------------------------------------
 
-    def _admit(self, free: list[int]) -> None:
-        """Prefill the next prompts into free rows, right-padded; what is written behind a row's length is overwritten later."""
-        device = self.target.device
-        requests = [self.waiting.popleft() for _ in free]
-        counts = [len(r.ids) for r in requests]
-        P = max(counts)
-        ids_RP = torch.zeros(len(free), P, dtype=torch.long)
-        for r, request in enumerate(requests):
-            ids_RP[r, : counts[r]] = torch.tensor(request.ids)
-        ids_RP, counts_R, rows_R = ids_RP.to(device), torch.tensor(counts, device=device), torch.tensor(free, device=device)
-        streams_R = torch.tensor([stream_of(r.key, self.sampling.seed) for r in requests], device=device)
-        features = self._read(ids_RP, torch.zeros_like(counts_R), P, rows_R)
-        last_R1D = features.final_BTD.gather(1, (counts_R - 1)[:, None, None].expand(-1, 1, features.final_BTD.shape[-1]))
-        first_R1 = choose_tokens(self.target.logits(last_R1D), self.sampling, streams_R, counts_R[:, None])
-        self.tokens_BM[rows_R] = 0
-        self.tokens_BM[rows_R, :P] = ids_RP
-        self.tokens_BM[rows_R, counts_R] = first_R1[:, 0]
-        self.length_B[rows_R], self.stream_B[rows_R] = counts_R, streams_R
-        self._store(features, torch.zeros_like(counts_R), rows_R)
-        for b, request, token in zip(free, requests, first_R1[:, 0].tolist(), strict=True):
+    def _begin(self, requests: Sequence[Request], overrun: int) -> Batch:
+        """Buffers large enough, with no row in use; those of the last call where they will do."""
+        width = min(self.slots, len(requests))
+        capacity = whole_blocks(max(len(r.ids) + r.limit for r in requests) + self._ahead + overrun)
+        if self._rounds is None or self._rounds.batch.rows < width or self._rounds.batch.capacity < capacity:
+            batch = Batch(self.target, self.proposer, self.verify, self.sampling, width, capacity, self.taps, self.keep_features)
+            self._rounds = Rounds(batch, self.use_graphs)
+        batch = self._rounds.batch
+        batch.clear(self._width(batch, width))
+        self._rounds.clock = self.clock
+        self.rows = [None] * batch.width
+        return batch
+
+    def _width(self, batch: Batch, needed: int) -> int:
+        """Rows to have in play. A GPU keeps to halves of the batch, since every other number is another graph."""
+        if not self._graphed:
+            return needed
+        width = batch.rows
+        while width >= 2 * needed and width % 2 == 0:
+            width //= 2
+        return width
+
+    @property
+    def _graphed(self) -> bool:
+        return self.use_graphs and self.target.device.type == "cuda"
+
+    def _admit(self, batch: Batch, free: list[int], waiting: deque[Request]) -> None:
+        requests = [waiting.popleft() for _ in free]
+        extent = whole_blocks(max(len(r.ids) for r in requests) + self._ahead)
+        for b, request, token in zip(free, requests, batch.admit(free, requests, min(extent, batch.capacity)), strict=True):
             row = _Row(request, frozenset((*self.target.end_ids, *request.ends)))
             row.take([token])
             self.rows[b] = row
-        if self.proposer:
-            self.proposer.admit(rows_R, self.tokens_BM[rows_R], counts_R, features.taps_BTAD, self._extent())
 
-    # ---- one round -----------------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
     def _round(self) -> None:
-        anchor_B1 = self.tokens_BM.gather(1, self.length_B[:, None])
-        if self.proposer:
-            drafts_BK = self.proposer.propose(self.tokens_BM, self.length_B)
-        else:
-            drafts_BK = anchor_B1[:, :0]
-        features = self._read(torch.cat([anchor_B1, drafts_BK], dim=1), self.length_B, self._extent())
-        position_BT = self.length_B[:, None] + torch.arange(self.drafts + 1, device=self.target.device)
-        # What the target says at each position; drafts are kept as far as they say the same.
-        said_BT = choose_tokens(self.target.logits(features.final_BTD), self.sampling, self.stream_B, position_BT + 1)
-        accepted_B = (drafts_BK == said_BT[:, :-1]).long().cumprod(1).sum(1)
-        live_B = torch.tensor([row is not None for row in self.rows], device=self.target.device)
-        counts_B = torch.where(live_B, accepted_B + 1, 0)
-        self._store(features, self.length_B)
-        self.tokens_BM.scatter_(1, position_BT + 1, said_BT)
-        self.length_B += counts_B
-        said, accepted = said_BT.tolist(), accepted_B.tolist()
-        for b, row in enumerate(self.rows):
+        assert self._rounds is not None
+        longest = max(row.read for row in self.rows if row is not None)
+        extent = min(whole_blocks(longest + 1 + self._ahead), self._rounds.batch.capacity)
+        for row, (accepted, *tokens) in zip(self.rows, self._rounds.run(extent), strict=True):
             if row is not None:
-                self._note(row, said[b][: accepted[b] + 1])
-        if self.proposer:
-            self.proposer.commit(features.taps_BTAD, said_BT, counts_B, self._extent())
+                row.note(tokens[: accepted + 1])
+        if self.debug:
+            self._hold_books(self._rounds.batch)
 
-    def _note(self, row: _Row, tokens: list[int]) -> None:
-        if row.ended:
-            row.beyond.extend(tokens)
-        else:
-            row.accepted.append(len(tokens) - 1)
-            row.take(tokens)
-
-    def _finished(self) -> Iterator[Rollout]:
-        for b, row in enumerate(self.rows):
-            if row is not None and row.ended and len(row.beyond) >= self.overrun:
-                self.rows[b] = None
-                yield self._rollout(b, row)
-        # A free row rests at slot 0, where it can do no harm and keeps no one reading far.
-        idle = [b for b, row in enumerate(self.rows) if row is None]
-        if idle:
-            self.length_B[idle] = 0
-
-    # ---- what the target reads -----------------------------------------------------------------------------------------
-
-    def _read(self, ids_RT: Tensor, start_R: Tensor, extent: int, rows_R: Tensor | None = None) -> Features:
-        """The target reads T tokens at slots start..start+T-1 of each row; each sees every slot up to its own."""
-        slots_RT = start_R[:, None] + torch.arange(ids_RT.shape[1], device=ids_RT.device)
-        keys_RS = torch.arange(extent, device=ids_RT.device).expand(len(ids_RT), -1)
-        self.cache.address(slots_RT, extent, rows_R)
-        return self.target.read(ids_RT, slots_RT, keys_RS[:, None, :] <= slots_RT[:, :, None], keys_RS, self.taps, self.cache)
-
-    def _extent(self) -> int:
-        """Slots that the longest row reaches in this round, in whole blocks."""
-        longest = max(len(row.request.ids) + len(row.emitted) + row.cut + len(row.beyond) for row in self.rows if row is not None)
-        return min(-(-(longest + self.drafts + 1) // EXTENT_MULTIPLE) * EXTENT_MULTIPLE, self.capacity)
-
-    def _store(self, features: Features, start_R: Tensor, rows_R: Tensor | None = None) -> None:
-        if not self.keep:
+    def _finished(self, batch: Batch, overrun: int) -> Iterator[Rollout]:
+        ended = [b for b, row in enumerate(self.rows) if row is not None and row.ended and len(row.beyond) >= overrun]
+        if not ended:
             return
-        if self.features is None:
-            shape = (len(self.rows), self.capacity)
-            taps, final = features.taps_BTAD, features.final_BTD
-            self.features = Features(taps.new_zeros(*shape, *taps.shape[2:]), final.new_zeros(*shape, final.shape[-1]))
-        rows = torch.arange(len(self.rows), device=start_R.device) if rows_R is None else rows_R
-        slots_RT = start_R[:, None] + torch.arange(features.final_BTD.shape[1], device=start_R.device)
-        self.features.taps_BTAD[rows[:, None], slots_RT] = features.taps_BTAD
-        self.features.final_BTD[rows[:, None], slots_RT] = features.final_BTD
+        rollouts = [_rollout(batch, b, self.rows[b], overrun) for b in ended]
+        for b in ended:
+            self.rows[b] = None
+        batch.release(ended)
+        yield from rollouts
 
-    def _select(self, keep: list[int]) -> None:
+    def _narrow(self, batch: Batch) -> None:
         """Go on with fewer rows once no prompt waits for the others."""
-        index = torch.tensor(keep, device=self.target.device)
-        self.cache.select(index)
-        self.tokens_BM, self.length_B, self.stream_B = self.tokens_BM[index], self.length_B[index], self.stream_B[index]
-        if self.features is not None:
-            self.features = Features(self.features.taps_BTAD[index], self.features.final_BTD[index])
-        self.rows = [self.rows[b] for b in keep]
-        if self.proposer:
-            self.proposer.select(index)
+        live = [b for b, row in enumerate(self.rows) if row is not None]
+        width = self._width(batch, len(live)) if self._graphed else len(live)
+        if width < batch.width and len(live) * 4 <= batch.width * 3:
+            idle = [b for b, row in enumerate(self.rows) if row is None]
+            rows = (live + idle)[:width]
+            batch.keep(rows)
+            self.rows = [self.rows[b] for b in rows]
 
-    def _rollout(self, b: int, row: _Row) -> Rollout:
-        ids = torch.tensor((*row.request.ids, *row.emitted))
-        rollout = Rollout(
-            key=row.request.key, ids=ids, prompt_len=len(row.request.ids), accepted=row.accepted, cut=row.cut, stopped=row.stopped,
-            beyond=torch.tensor(row.beyond[: self.overrun], dtype=torch.long),
-        )  # fmt: skip
-        if self.features is not None:
-            rows = len(ids) - 1  # the last token was said, not read
-            taps, final = self.features.taps_BTAD[b, : rows + 1].clone(), self.features.final_BTD[b, : rows + 1].clone()
-            taps[rows:], final[rows:] = 0, 0
-            rollout.taps_TAD, rollout.final_TD = taps.cpu(), final.cpu()
-        return rollout
+    def _hold_books(self, batch: Batch) -> None:
+        """Raises RuntimeError where a length on the device is not the row's committed length."""
+        lengths = [0 if row is None else row.read for row in self.rows]
+        found = batch.length_B[: batch.width].tolist()
+        if found != lengths:
+            raise RuntimeError(f"rows have read {lengths} tokens, but the batch holds {found}; the engine's records are wrong")
+        for row, tokens in zip(self.rows, batch.tokens_BM[: batch.width].tolist(), strict=True):
+            said = [] if row is None else [*row.request.ids, *row.emitted]
+            if tokens[: len(said)] != said:
+                raise RuntimeError(f"prompt {row and row.request.key}: the batch holds other tokens than were emitted")
+        state = getattr(self.proposer, "state", None)
+        if state is not None:
+            held = [n for n, row in zip(state.length_B[: batch.width].tolist(), self.rows, strict=True) if row is not None]
+            if held != [row.read for row in self.rows if row is not None]:
+                raise RuntimeError(f"the drafter holds {held} rows, but the target has read {lengths}")
+
+
+def _rollout(batch: Batch, b: int, row: _Row | None, overrun: int) -> Rollout:
+    assert row is not None
+    ids = torch.tensor((*row.request.ids, *row.emitted))
+    rollout = Rollout(
+        key=row.request.key, ids=ids, prompt_len=len(row.request.ids), accepted=row.accepted, cut=row.cut, stopped=row.stopped,
+        beyond=torch.tensor(row.beyond[:overrun], dtype=torch.long),
+    )  # fmt: skip
+    if batch.features is not None:
+        rows = len(ids) - 1  # the last token was said, not read
+        taps, final = batch.features.taps_BTAD[b, : rows + 1].clone(), batch.features.final_BTD[b, : rows + 1].clone()
+        taps[rows:], final[rows:] = 0, 0
+        rollout.taps_TAD, rollout.final_TD = taps.cpu(), final.cpu()
+    return rollout

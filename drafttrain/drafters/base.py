@@ -1,11 +1,12 @@
 """The two faces of a drafter. Nothing above this floor asks which class it is.
 
 Training:  `layout(sequences)` says which elements count (data only, on the CPU); `rows(...)` turns them into rows to score.
-Decoding:  `begin(batch, capacity)` makes an empty state; `commit(state, ...)` reads the features of newly accepted rows and
-           the tokens behind them, the anchor last; `step(state, tokens)` reads a drafted token. Both return what the head reads.
+Decoding:  `begin(batch, capacity, nodes)` makes an empty state; `commit(state, ...)` reads the features of newly accepted rows and
+           the tokens behind them, the anchor last; `step(state, tokens, parents)` reads drafted tokens, one level of a tree
+           (of a chain: one token). Both return what the head reads.
 A parity test holds the two together; the decoding face may never call `rows`.
 
-Shapes: B batch rows of the state, R rows of this call, T feature rows, A taps, D target width, N rows, Vd draft vocabulary.
+Shapes: B batch rows in play, R rows of this call, W nodes of this call, T feature rows, A taps, D target width, N rows, Vd draft vocabulary.
 """
 
 from dataclasses import dataclass, field
@@ -86,7 +87,10 @@ class DrafterNet(nn.Module):
         """[N, Vd]"""
         raise NotImplementedError
 
-    def begin(self, batch: int, capacity: int) -> Any:
+    def begin(self, batch: int, capacity: int, nodes: int) -> Any:
+        """Empty buffers for rows of up to `capacity` slots, of which a round's `nodes` stepped tokens take some. The state has
+        `length_B`, `keep(rows)` and `widen()`, as the target's cache has them, and `forget(extent)`: a new round begins, which no
+        row leaves."""
         raise NotImplementedError
 
     def commit(
@@ -94,10 +98,11 @@ class DrafterNet(nn.Module):
     ) -> Tensor:
         """Read feature rows and the token behind each; the last of `counts_R` tokens is the anchor. Returns hidden [R, H].
 
-        `extent` bounds the slots that any row reaches until the next commit (context and chain).
+        `extent` bounds the slots that these rows reach.
         """
         raise NotImplementedError
 
-    def step(self, state: Any, tokens_B: Tensor) -> Tensor:
-        """Read one drafted token in every row. Returns hidden [B, H]."""
+    def step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> Tensor:
+        """Read W drafted tokens in every row. `parents_BW` counts the tokens stepped since the last commit, in their order; -1 is the
+        anchor. Returns hidden [B, W, H]."""
         raise NotImplementedError

@@ -7,7 +7,7 @@
 Step k of row i has rotary position i+k-1, sees the context rows (e(x_{t+1}), g_t) for t <= i and, of later steps, its own alone.
 The state fed back is the un-normed a. Embedding frozen from the target; own LM head over a draft vocabulary.
 
-Shapes: B batch, T tokens, Q drafting rows, A taps, D target width, H width, R rows of a call, M slots, N scored rows.
+Shapes: B batch, T tokens, Q drafting rows, A taps, D target width, H width, R rows of a call, W nodes of a call, S slots seen, N scored rows.
 """
 
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet, Frozen, Needs
 from drafttrain.drafters.decoder import DecoderShape, FusedInputLayer, RMSNorm
+from drafttrain.drafters.tree_state import TreeState
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, chain_visibility
 from drafttrain.ops.attention import attend, attend_chain
@@ -63,27 +64,6 @@ class Eagle3(DrafterConfig):
         with torch.no_grad():
             net.lm_head.weight.copy_(target.head_weight[vocabulary.ids.to(target.device)].float())
         return net.to(target.device)
-
-
-@dataclass
-class ChainState:
-    """Keys and values [B, G, M, D] of each row's context, and how far each row is."""
-
-    keys: Tensor
-    values: Tensor
-    length_B: Tensor
-    """Context rows stored; the anchor is token number `length`."""
-    hidden_BH: Tensor
-    """Un-normed state of the last step."""
-    ahead: int = 0
-    """Steps drafted behind the context."""
-    extent: int = 0
-    """Slots that queries look at: no row is longer than this within the round, known without asking the device."""
-
-    def select(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order."""
-        self.keys, self.values = self.keys[rows], self.values[rows]
-        self.length_B, self.hidden_BH = self.length_B[rows], self.hidden_BH[rows]
 
 
 class Eagle3Net(DrafterNet):
@@ -165,55 +145,53 @@ class Eagle3Net(DrafterNet):
 
     # ---- decoding face -------------------------------------------------------------------------------------------------
 
-    def begin(self, batch: int, capacity: int) -> ChainState:
+    def begin(self, batch: int, capacity: int, nodes: int) -> TreeState:
         weight, shape = self.fc.weight, self.shape
-        keys = weight.new_zeros(batch, shape.kv_heads, capacity, shape.head_dim)
-        length = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        return ChainState(keys, torch.zeros_like(keys), length, weight.new_zeros(batch, shape.hidden))
+        return TreeState.empty(batch, capacity, nodes, shape.kv_heads, shape.head_dim, shape.hidden, weight)
 
     @torch.no_grad()
     def commit(
-        self, state: ChainState, rows_R: Tensor | None, taps_RTAD: Tensor, tokens_RT: Tensor, counts_R: Tensor, extent: int
+        self, state: TreeState, rows_R: Tensor | None, taps_RTAD: Tensor, tokens_RT: Tensor, counts_R: Tensor, extent: int
     ) -> Tensor:
         """Append context rows; only the last valid one (it reads the anchor) asks a question. Rows beyond `counts_R` are padding:
         they land behind the row's length and are overwritten by what comes next. A row with a count of 0 is idle and stays as it is."""
-        rows = torch.arange(len(state.length_B), device=counts_R.device) if rows_R is None else rows_R
-        R, T = tokens_RT.shape
+        rows = state.rows if rows_R is None else rows_R
+        T = tokens_RT.shape[1]
         dtype = self.fc.weight.dtype
         layer, attention = self.midlayer, self.midlayer.self_attn
         slots_RT = state.length_B[rows][:, None] + torch.arange(T, device=rows.device)
         fused = self.fc(taps_RTAD.to(dtype).flatten(2))
         inputs = layer.mix_inputs(self.embed(tokens_RT, dtype), fused)
         key, value = attention.keys_values(inputs)
-        state.keys[rows[:, None], :, slots_RT] = rotate(key, *self.rotary(slots_RT, dtype)).transpose(1, 2)
-        state.values[rows[:, None], :, slots_RT] = value.transpose(1, 2)
+        state.write(rows, slots_RT, rotate(key, *self.rotary(slots_RT, dtype)), value)
         state.length_B[rows] += counts_R
-        state.ahead, state.extent = 0, min(extent, state.keys.shape[2])
+        state.forget(min(extent, state.keys.shape[2]))
         last = (counts_R - 1).clamp(min=0)[:, None, None]
         inputs, fused = (x.gather(1, last.expand(-1, -1, x.shape[-1])) for x in (inputs, fused))
-        hidden_RH = self._ask(state, rows_R, inputs, fused, (state.length_B[rows] - 1).clamp(min=0)[:, None])
-        state.hidden_BH[rows] = hidden_RH
-        return self.norm(hidden_RH)
+        slot_R1 = (state.length_B[rows] - 1).clamp(min=0)[:, None]
+        keys, values = state.context(rows_R)
+        hidden_R1H = self._ask(inputs, fused, slot_R1, keys, values, state.slots() <= slot_R1[:, :, None])
+        state.hidden_BPH[rows, 0] = hidden_R1H[:, 0]
+        return self.norm(hidden_R1H[:, 0])
 
     @torch.no_grad()
-    def step(self, state: ChainState, tokens_B: Tensor) -> Tensor:
+    def step(self, state: TreeState, tokens_BW: Tensor, parents_BW: Tensor) -> Tensor:
         dtype = self.fc.weight.dtype
-        state.ahead += 1
-        slot_B1 = (state.length_B - 1 + state.ahead)[:, None]
-        hidden_B1H = state.hidden_BH[:, None]
-        inputs = self.midlayer.mix_inputs(self.embed(tokens_B[:, None], dtype), hidden_B1H)
+        node = state.grow(parents_BW)
+        hidden_BWH = state.hidden_of(parents_BW)
+        inputs = self.midlayer.mix_inputs(self.embed(tokens_BW, dtype), hidden_BWH)
+        position_BW = (
+            state.length_B[: state.width, None] - 1 + node.depth_BW
+        )  # the feature row's position, and a step for each depth
         key, value = self.midlayer.self_attn.keys_values(inputs)
-        rows = torch.arange(len(tokens_B), device=tokens_B.device)[:, None]
-        state.keys[rows, :, slot_B1] = rotate(key, *self.rotary(slot_B1, dtype)).transpose(1, 2)
-        state.values[rows, :, slot_B1] = value.transpose(1, 2)
-        state.hidden_BH = self._ask(state, None, inputs, hidden_B1H, slot_B1)
-        return self.norm(state.hidden_BH)
+        state.write(state.rows, node.slots_BW, rotate(key, *self.rotary(position_BW, dtype)), value)
+        hidden_BWH = self._ask(inputs, hidden_BWH, position_BW, *state.context(None), state.visible(node))
+        state.hidden_BPH[: state.width, node.places] = hidden_BWH
+        return self.norm(hidden_BWH)
 
-    def _ask(self, state: ChainState, rows_R: Tensor | None, inputs_R1X: Tensor, hidden_R1H: Tensor, slot_R1: Tensor) -> Tensor:
-        """One query per row, seeing its context and its own chain (slots <= its own): un-normed state [R, H]."""
-        keys, values = state.keys[:, :, : state.extent], state.values[:, :, : state.extent]
-        if rows_R is not None:
-            keys, values = keys[rows_R], values[rows_R]
-        visible = torch.arange(state.extent, device=slot_R1.device) <= slot_R1[:, :, None]
-        query = rotate(self.midlayer.self_attn.queries(inputs_R1X), *self.rotary(slot_R1, inputs_R1X.dtype))
-        return self.midlayer.finish(hidden_R1H, attend(query, keys, values, visible[:, None]))[:, 0]
+    def _ask(
+        self, inputs_RWX: Tensor, hidden_RWH: Tensor, position_RW: Tensor, keys: Tensor, values: Tensor, visible_RWS: Tensor
+    ) -> Tensor:
+        """W queries per row: un-normed states [R, W, H]."""
+        query = rotate(self.midlayer.self_attn.queries(inputs_RWX), *self.rotary(position_RW, inputs_RWX.dtype))
+        return self.midlayer.finish(hidden_RWH, attend(query, keys, values, visible_RWS[:, None]))

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from drafttrain.decoding.engine import generate
+from drafttrain.decoding.engine import Engine, generate
 from drafttrain.decoding.measure import count, simulate
-from drafttrain.decoding.propose import ChainProposer, LookupProposer
+from drafttrain.decoding.propose import ChainProposer, LookupProposer, Proposer, TreeProposer, chain_of
 from drafttrain.decoding.sampling import Sampling, choose_tokens, probabilities, stream_of, uniforms
+from drafttrain.decoding.tree import check
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
+from drafttrain.layouts import one_chat
 from drafttrain.target.target import own_attention
 from drafttrain.types import Request
 from drafttrain.vocab import DraftVocabulary
@@ -27,11 +29,11 @@ def plain_of(target, requests, **kw):
     return {r.key: r for r in generate(target, requests, slots=3, **kw)}
 
 
-class Meddler:
+class Meddler(Proposer):
     """Proposes the plain answer with errors at known places, so that every accepted count occurs."""
 
     def __init__(self, requests, plain, drafts):
-        self.drafts, self.taps = drafts, ()
+        self.drafts = drafts
         self.text = {
             plain[r.key].ids[: len(r.ids)].tolist().__str__(): torch.cat([plain[r.key].ids, plain[r.key].beyond])
             for r in requests
@@ -45,21 +47,18 @@ class Meddler:
         for row, tokens, n in zip(rows_R.tolist(), tokens_RM, counts_R.tolist(), strict=True):
             self.row_text[row] = self.text[str(tokens[:n].tolist())]
 
-    def propose(self, tokens_BM, length_B):
+    def propose(self, tokens_BM, length_B, extent):
         out = torch.zeros(len(length_B), self.drafts, dtype=torch.long)
         for b, n in enumerate(length_B.tolist()):
-            text = self.row_text[b]
+            text = [] if self.row_text[b] is None else self.row_text[b]
             for k in range(self.drafts):
                 self.turn += 1
                 right = n + 1 + k < len(text) and self.turn % 5
                 out[b, k] = text[n + 1 + k] if right else 3
-        return out
+        return chain_of(out)
 
-    def commit(self, *args):
-        pass
-
-    def select(self, rows):
-        self.row_text = [self.row_text[b] for b in rows.tolist()]
+    def keep(self, rows):
+        self.row_text[: len(rows)] = [self.row_text[b] for b in rows.tolist()]
 
 
 def test_plain_equals_transformers_generate(any_target):
@@ -84,9 +83,10 @@ def test_speculative_equals_plain_whatever_is_proposed(any_target, drafts):
     plain = plain_of(any_target, requests, overrun=drafts)
     net = Eagle3(taps=[0, 1, 3], draft_vocab=None).build(any_target, DraftVocabulary.full(any_target.vocab))
     seen = set()
-    for proposer in (Meddler(requests, plain, drafts), LookupProposer(drafts), ChainProposer(net, drafts)):
+    trees = (TreeProposer(net, drafts, top_k=3, nodes=3), TreeProposer(net, drafts, top_k=2, nodes=1))
+    for proposer in (Meddler(requests, plain, drafts), LookupProposer(drafts), ChainProposer(net, drafts), *trees):
         for slots in (1, 3):
-            rollouts = list(generate(any_target, requests, proposer=proposer, slots=slots))
+            rollouts = list(Engine(any_target, proposer=proposer, slots=slots, debug=True).generate(requests))
             assert sorted(r.key for r in rollouts) == sorted(plain)
             for rollout in rollouts:
                 assert rollout.ids.tolist() == plain[rollout.key].ids.tolist(), (type(proposer).__name__, rollout.key)
@@ -155,6 +155,114 @@ def test_simulated_rounds_equal_measured_rounds(any_target):
     simulated = dict(zip(plain, simulate(any_target, net, plain.values(), drafts), strict=True))
     assert simulated == measured
     assert sum(map(sum, measured.values())) > 10
+
+
+def test_a_tree_accepts_at_least_what_its_best_branch_would(any_target):
+    """A tree accepts more than the chain where the drafter is unsure, and says what plain decoding says all the same; features too."""
+    requests = requests_for(any_target, limit=40)
+    plain = plain_of(any_target, requests)
+    torch.manual_seed(1)
+    net = Eagle3(taps=[0, 1, 3], draft_vocab=None).build(any_target, DraftVocabulary.full(any_target.vocab))
+    overfit(any_target, net, plain.values(), steps=20)
+    accepted = {}
+    for name, proposer in {"chain": ChainProposer(net, 4), "tree": TreeProposer(net, 4, 4, 24)}.items():
+        engine = Engine(any_target, proposer=proposer, slots=3, taps=proposer.taps, keep_features=True, debug=True)
+        for _ in range(2):  # the second call finds the buffers of the first
+            rollouts = list(engine.generate(requests))
+            assert {r.key: r.ids.tolist() for r in rollouts} == {k: r.ids.tolist() for k, r in plain.items()}
+        accepted[name] = count(rollouts, 4).tau
+        for rollout in rollouts[:3]:
+            fresh = any_target.read_packed(one_chat(rollout.ids, rollout.prompt_len), proposer.taps)
+            torch.testing.assert_close(rollout.taps_TAD[:-1], fresh.taps_BTAD[0, :-1], atol=2e-4, rtol=1e-3)
+            torch.testing.assert_close(rollout.final_TD[:-1], fresh.final_BTD[0, :-1], atol=2e-4, rtol=1e-3)
+    assert accepted["tree"] > min(accepted["chain"], 4) > 1.3  # a drafter that is always right gains nothing by branching
+
+
+def test_the_nodes_of_a_tree_are_the_most_probable_paths(tiny_llama):
+    """Against every path of the drafter, found by stepping each one alone."""
+    torch.manual_seed(2)
+    net = Eagle3(taps=[0, 1, 3], draft_vocab=12).build(tiny_llama, DraftVocabulary(torch.arange(40, 52), tiny_llama.vocab))
+    net.lm_head.weight.data.mul_(3)
+    depth, width, nodes = 3, 12, 20  # as wide as the vocabulary: nothing is pruned before the last choice
+    proposer = TreeProposer(net, depth, width, nodes)
+    ids = torch.randint(3, tiny_llama.vocab, (1, 9))
+    taps = tiny_llama.read_packed(one_chat(ids[0], 5), proposer.taps).taps_BTAD
+
+    def logp(path):
+        state = net.begin(1, 64, depth)
+        hidden = net.commit(state, None, taps[:, :8], ids[:, 1:], torch.tensor([8]), 64)
+        for number, token in enumerate(path):
+            hidden = net.step(state, torch.tensor([[token]]), torch.tensor([[number - 1]]))[:, 0]
+        return net.logits(hidden, ids[:, -1])[0].log_softmax(-1).tolist()
+
+    scores, frontier = {(): 0.0}, [()]
+    for _ in range(depth):
+        frontier = [(*path, 40 + d) for path in frontier for d in range(12)]
+        known = {}
+        for path in frontier:
+            if path[:-1] not in known:
+                known[path[:-1]] = logp(path[:-1])
+            scores[path] = scores[path[:-1]] + known[path[:-1]][path[-1] - 40]
+        frontier = sorted(frontier, key=lambda path: -scores[path])[:24]
+    del scores[()]
+    wanted = set(sorted(scores, key=lambda path: -scores[path])[:nodes])
+
+    proposer.begin(1, 64)
+    proposer.admit(torch.tensor([0]), torch.nn.functional.pad(ids, (0, 40)), torch.tensor([8]), taps[:, :8], 64)
+    proposal = proposer.propose(torch.nn.functional.pad(ids, (0, 40)), torch.tensor([8]), 64)
+    check(proposal)
+    paths = []
+    for n in range(nodes):
+        parent = int(proposal.parents_BN[0, n])
+        paths.append((*(paths[parent] if parent >= 0 else ()), int(proposal.tokens_BN[0, n])))
+    assert set(paths) == wanted and {len(path) for path in paths} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("bad", [(4, 3, 0), (4, 0, 3), (1, 2, 3), (2, 400, 5), (0, 2, 1)])
+def test_trees_that_cannot_be_built_are_refused(tiny_llama, bad):
+    net = Eagle3(taps=[0, 1, 3], draft_vocab=None).build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
+    with pytest.raises(UserError, match="asked for 0 drafts|cannot be built"):
+        TreeProposer(net, *bad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["chain", "tree", "lookup"])
+def test_two_hundred_random_cases_equal_plain_decoding(any_target, kind):
+    """Batch 1 to 16, ragged lengths, drafts of every quality. A difference counts unless the two best logits are closer than 1e-4."""
+    g = torch.Generator().manual_seed(11)
+
+    def draw(low, high):
+        return int(torch.randint(low, high + 1, (1,), generator=g))
+
+    cases = 0
+    while cases < 200:
+        lengths = [draw(1, 40) for _ in range(draw(1, 16))]
+        requests = [
+            Request(f"{cases}.{i}", tuple(torch.randint(3, any_target.vocab, (n,), generator=g).tolist()), draw(1, 24))
+            for i, n in enumerate(lengths)
+        ]
+        cases += len(requests)
+        plain = {r.key: r for r in Engine(any_target, slots=16).generate(requests)}
+        net = Eagle3(taps=[0, 1, 3], draft_vocab=None).build(any_target, DraftVocabulary.full(any_target.vocab))
+        if draw(0, 1):
+            overfit(any_target, net, plain.values(), steps=5)
+        drafts = draw(1, 5)
+        if kind == "chain":
+            proposer = ChainProposer(net, drafts)
+        elif kind == "tree":
+            proposer = TreeProposer(net, drafts, top_k=4, nodes=draw(1, 4 + (drafts - 1) * 16))
+        else:
+            proposer = LookupProposer(drafts, draw(1, 3))
+        for rollout in Engine(any_target, proposer=proposer, slots=draw(1, 16), debug=True).generate(requests):
+            assert rollout.ids.tolist() == plain[rollout.key].ids.tolist() or _tie(any_target, plain[rollout.key], rollout)
+
+
+def _tie(target, plain, other) -> bool:
+    at = next(i for i, (a, b) in enumerate(zip(plain.ids.tolist(), other.ids.tolist(), strict=False)) if a != b)
+    features = target.read_packed(one_chat(plain.ids[:at], plain.prompt_len), ())
+    best = target.logits(features.final_BTD[0, -1]).topk(2).values
+    print(f"{plain.key}: answers part at {at}, the two best logits are {float(best[0] - best[1]):.2g} apart")
+    return float(best[0] - best[1]) < 1e-4
 
 
 def overfit(target, net, rollouts, steps=60):

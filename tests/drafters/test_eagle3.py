@@ -84,7 +84,7 @@ def test_training_forward_equals_decoding_step_by_step(any_target):
     checked = 0
     for anchor in layout.anchor_N.unique().tolist():
         start = int((document == document[anchor]).nonzero()[0])
-        state = net.begin(2, 40)
+        state = net.begin(2, 40, 3)
         # Row 1 of the state decodes something else at another length: neighbours must not matter.
         taps = features.taps_BTAD[0, start:anchor]
         pad = torch.zeros(3, *taps.shape[1:])
@@ -95,7 +95,7 @@ def test_training_forward_equals_decoding_step_by_step(any_target):
         for depth in range(1, 5):
             if depth > 1:
                 token = sequences.ids_BT[0, anchor + depth - 1] if anchor + depth - 1 < 22 else torch.tensor(0)
-                hidden = net.step(state, torch.stack([token, torch.tensor(7)]))[0]
+                hidden = net.step(state, torch.stack([token, torch.tensor(7)])[:, None], torch.full((2, 1), depth - 3))[0, 0]
             mine = ((layout.anchor_N == anchor) & (layout.depth_N == depth)).nonzero()[:, 0]
             for n in mine.tolist():
                 torch.testing.assert_close(drafted.hidden_NH[n], hidden, atol=1e-5, rtol=1e-4)
@@ -109,15 +109,47 @@ def test_committing_in_pieces_equals_committing_at_once(any_target):
     g = torch.Generator().manual_seed(0)
     taps = torch.randn(1, 12, 3, any_target.hidden, generator=g)
     tokens = torch.randint(3, any_target.vocab, (1, 12), generator=g)
-    whole = net.commit(net.begin(1, 32), None, taps, tokens, torch.tensor([12]), extent=32)
-    state = net.begin(1, 32)
+    whole = net.commit(net.begin(1, 32, 2), None, taps, tokens, torch.tensor([12]), extent=32)
+    state = net.begin(1, 32, 2)
     for start, stop in ((0, 5), (5, 6), (6, 10), (10, 12)):
         padded = torch.cat([taps[:, start:stop], torch.full((1, 3, 3, any_target.hidden), 9.0)], dim=1)
         padded_tokens = torch.cat([tokens[:, start:stop], torch.full((1, 3), 5)], dim=1)
         hidden = net.commit(state, None, padded, padded_tokens, torch.tensor([stop - start]), extent=32)
-        net.step(state, torch.tensor([11]))  # drafted and rejected: must leave no trace
-        net.step(state, torch.tensor([12]))
+        net.step(state, torch.tensor([[11]]), torch.tensor([[-1]]))  # drafted and rejected: must leave no trace
+        net.step(state, torch.tensor([[12]]), torch.tensor([[0]]))
     torch.testing.assert_close(hidden, whole, atol=1e-5, rtol=1e-4)
+
+
+def test_branches_of_a_tree_equal_chains_of_their_own(any_target):
+    """Every node of a random tree, stepped level by level, against the chain from the anchor to it, stepped token by token."""
+    net, batch, nodes = net_for(any_target), 2, 9
+    g = torch.Generator().manual_seed(1)
+    counts, longest = torch.tensor([7, 11]), 11
+    taps = torch.randn(batch, longest, 3, any_target.hidden, generator=g)
+    context = torch.randint(3, any_target.vocab, (batch, longest), generator=g)
+    tokens = torch.randint(3, any_target.vocab, (batch, nodes), generator=g)
+    parents = torch.tensor([[-1, -1, -1, 0, 0, 2, 3, 3, 5], [-1, -1, -1, 2, 1, 1, 5, 4, 4]])  # three levels of three
+
+    def begun():
+        state = net.begin(batch, 32, nodes)
+        net.commit(state, None, taps, context, counts, 32)
+        return state
+
+    state = begun()
+    got = torch.cat([net.step(state, tokens[:, i : i + 3], parents[:, i : i + 3]) for i in (0, 3, 6)], dim=1)
+    for n in range(nodes):
+        paths = []
+        for b in range(batch):
+            path, node = [], n
+            while node >= 0:
+                path.insert(0, node)
+                node = int(parents[b, node])
+            paths.append(path)
+        state = begun()
+        for depth in range(len(paths[0])):
+            step = torch.stack([tokens[b, paths[b][depth]] for b in range(batch)])[:, None]
+            wanted = net.step(state, step, torch.full((batch, 1), depth - 1))
+        torch.testing.assert_close(got[:, n], wanted[:, 0], atol=1e-5, rtol=1e-4)
 
 
 def test_a_draft_sees_rows_before_its_anchor_only(tiny_llama):

@@ -84,11 +84,11 @@ def test_an_engine_computes_the_logits_of_the_training_forward_and_of_the_decodi
 
 
 def decoding_logits(net, ids, taps_TAD, anchor) -> torch.Tensor:
-    state = net.begin(1, 64)
+    state = net.begin(1, 64, DRAFTS)
     hidden = net.commit(state, None, taps_TAD[None], ids[None, 1 : anchor + 1], torch.tensor([anchor]), 64)
     rows = [net.logits(hidden, ids[anchor : anchor + 1])]
-    for token in ids[anchor + 1 : anchor + DRAFTS]:
-        rows.append(net.logits(net.step(state, token[None]), token[None]))
+    for number, token in enumerate(ids[anchor + 1 : anchor + DRAFTS]):
+        rows.append(net.logits(net.step(state, token[None, None], torch.tensor([[number - 1]]))[0], token[None]))
     return as_target_logits(torch.cat(rows), net)
 
 

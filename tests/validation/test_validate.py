@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from drafttrain.decoding.engine import generate
+from drafttrain.decoding.propose import Proposer, chain_of
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.types import Request, Rollout
@@ -153,26 +154,22 @@ def test_simulated_tau_agrees_with_measured(report):
     assert result["simulated_tau"] == pytest.approx(result["tau"])
 
 
-class TwoRightOneWrong:
+class TwoRightOneWrong(Proposer):
     """A drafter that knows the plain answers: its first two drafts of every round are right, the third is wrong."""
 
-    drafts, taps = 3, ()
+    drafts = 3
 
     def __init__(self, texts: list[list[int]]):
         self.texts = texts
 
-    def begin(self, *_): ...
-
-    admit = commit = select = begin
-
-    def propose(self, tokens_BM, length_B):
+    def propose(self, tokens_BM, length_B, extent):
         rows = []
         for tokens, length in zip(tokens_BM.tolist(), length_B.tolist(), strict=True):
             so_far = tokens[: length + 1]
             text = next((t for t in self.texts if t[: length + 1] == so_far), so_far)
             a, b, c = (text + [0, 0, 0])[length + 1 : length + 4]
             rows.append([a, b, (c + 1) % 320])
-        return torch.tensor(rows)
+        return chain_of(torch.tensor(rows))
 
 
 def test_known_acceptance_is_reported_exactly(tiny_llama, tmp_path, monkeypatch):

@@ -1,0 +1,98 @@
+"""Rounds of decoding replayed as CUDA graphs: a small target is bound by launches, a thousand of them in a step.
+
+A graph holds addresses and shapes, so there is one for every number of rows in play and every extent. The first round of a shape runs
+plainly (libraries choose their kernels then), the second is recorded, and from then on it is replayed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter
+
+import torch
+
+from drafttrain.decoding.batch import Batch
+
+
+@dataclass
+class StageClock:
+    """Seconds spent in each stage, and rounds; read after `settle`."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    rounds: int = 0
+    _marks: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def time(self, name: str, stage: Callable[[], None], cuda: bool) -> None:
+        """Run a stage and note how long it takes, on a GPU without waiting for it."""
+        if cuda:
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            stage()
+            stop.record()
+            self._marks.append((name, start, stop))
+        else:
+            began = perf_counter()
+            stage()
+            self._add(name, perf_counter() - began)
+
+    def settle(self) -> None:
+        """Wait for the device, and add up."""
+        if self._marks:
+            torch.cuda.synchronize()
+        for name, start, stop in self._marks:
+            self._add(name, start.elapsed_time(stop) / 1e3)
+        self._marks.clear()
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+
+
+class Rounds:
+    """Runs the stages of a round, plainly or as graphs."""
+
+    def __init__(self, batch: Batch, graphs: bool):
+        self.batch = batch
+        self.graphs = graphs and batch.target.device.type == "cuda"
+        self.clock: StageClock | None = None
+        self.refused: str | None = None
+        """Why the stages could not be recorded; None as long as they could."""
+        self._recorded: dict[tuple[int, int], dict[str, torch.cuda.CUDAGraph]] = {}
+        self._seen: set[tuple[int, int]] = set()
+        self._pool = torch.cuda.graph_pool_handle() if self.graphs else None
+
+    @torch.no_grad()
+    def run(self, extent: int) -> list[list[int]]:
+        """One round. Returns, for each row in play, the accepted count and the K+1 tokens of which accepted+1 count."""
+        for name, stage in self._stages(extent).items():
+            if self.clock is None:
+                stage()
+            else:
+                self.clock.time(name, stage, self.batch.target.device.type == "cuda")
+        if self.clock is not None:
+            self.clock.rounds += 1
+        return self.batch.said_BX[: self.batch.width].tolist()
+
+    def _stages(self, extent: int) -> dict[str, Callable[[], None]]:
+        key = (self.batch.width, extent)
+        if self.graphs and key in self._seen and key not in self._recorded:
+            self._record(key)
+        self._seen.add(key)
+        if key in self._recorded:
+            return {name: graph.replay for name, graph in self._recorded[key].items()}
+        return {name: partial(stage, extent) for name, stage in self.batch.stages.items()}
+
+    def _record(self, key: tuple[int, int]) -> None:
+        """Record all stages; nothing runs meanwhile. What one stage hands to the next keeps its address in the shared pool."""
+        graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        torch.cuda.synchronize()
+        try:
+            for name, stage in self.batch.stages.items():
+                graphs[name] = torch.cuda.CUDAGraph()
+                # Other threads (pinning batches, watching NCCL) go on calling CUDA meanwhile.
+                with torch.cuda.graph(graphs[name], pool=self._pool, capture_error_mode="thread_local"):
+                    stage(key[1])
+        except RuntimeError as error:
+            torch.cuda.synchronize()
+            self.graphs, self.refused = False, str(error).splitlines()[0]
+            return
+        self._recorded[key] = graphs

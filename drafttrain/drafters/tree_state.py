@@ -1,0 +1,115 @@
+"""What a feature decoder remembers while it drafts: the keys of its context, and the tree of tokens stepped behind it.
+
+The context of a row fills slots 0 to length-1. A stepped token, number n since the last commit, takes slot length + n and sees the context, its
+ancestors and itself. The next commit writes over them. Buffers keep their addresses, so that a CUDA graph may hold them; fewer
+rows are a prefix of the batch.
+
+Letters: B rows in play, R rows of a call, W tokens of a step, P places (0: the anchor, n+1: stepped token n), N stepped tokens,
+G key/value heads, M slots, S slots looked at, D head width, H width.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Level:
+    """Tokens of one step."""
+
+    places: slice
+    slots_BW: Tensor
+    depth_BW: Tensor
+    """1 for the children of the anchor."""
+    ancestors_BWN: Tensor
+    """Which stepped tokens each one sees, itself among them."""
+
+
+@dataclass
+class TreeState:
+    """Buffers of a batch; `rows` are those in play."""
+
+    keys: Tensor
+    """[B, G, M, D]"""
+    values: Tensor
+    length_B: Tensor
+    """Context rows stored; the anchor is token number `length`."""
+    hidden_BPH: Tensor
+    """Un-normed state of the anchor's question and of every stepped token."""
+    depth_BP: Tensor
+    ancestors_BPN: Tensor
+    width: int
+    stepped: int = 0
+    """Tokens stepped behind the context."""
+    extent: int = 0
+    """Slots that queries look at: no row is longer than this within the round, known without asking the device."""
+
+    @staticmethod
+    def empty(batch: int, capacity: int, nodes: int, heads: int, head_dim: int, hidden: int, like: Tensor) -> "TreeState":
+        """Buffers with the type and device of `like`."""
+        keys = like.new_zeros(batch, heads, capacity, head_dim)
+        whole: Any = dict(dtype=torch.long, device=like.device)
+        return TreeState(
+            keys, torch.zeros_like(keys), torch.zeros(batch, **whole), like.new_zeros(batch, nodes + 1, hidden),
+            torch.zeros(batch, nodes + 1, **whole), torch.zeros(batch, nodes + 1, nodes, dtype=torch.bool, device=like.device), batch,
+        )  # fmt: skip
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.arange(self.width, device=self.length_B.device)
+
+    def slots(self) -> Tensor:
+        """[S]"""
+        return torch.arange(self.extent, device=self.length_B.device)
+
+    def forget(self, extent: int) -> None:
+        """What was stepped is gone; queries look at `extent` slots from now on."""
+        self.stepped, self.extent = 0, extent
+
+    def write(self, rows_R: Tensor, slots_RT: Tensor, key_RGTD: Tensor, value_RGTD: Tensor) -> None:
+        self.keys[rows_R[:, None], :, slots_RT] = key_RGTD.transpose(1, 2)
+        self.values[rows_R[:, None], :, slots_RT] = value_RGTD.transpose(1, 2)
+
+    def context(self, rows_R: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots looked at, of these rows (all in play if None)."""
+        keys, values = self.keys[: self.width, :, : self.extent], self.values[: self.width, :, : self.extent]
+        return (keys, values) if rows_R is None else (keys[rows_R], values[rows_R])
+
+    def grow(self, parents_BW: Tensor) -> Level:
+        """Take slots for W more tokens behind these parents."""
+        first, count, width = self.stepped, parents_BW.shape[1], self.width
+        self.stepped += count
+        place_BW, number_W = parents_BW + 1, torch.arange(first, first + count, device=parents_BW.device)
+        depth_BW = self.depth_BP[:width].gather(1, place_BW) + 1
+        N = self.ancestors_BPN.shape[2]
+        of_parent = self.ancestors_BPN[:width].gather(1, place_BW[:, :, None].expand(-1, -1, N))
+        own_WN = number_W[:, None] == torch.arange(N, device=parents_BW.device)
+        ancestors_BWN = of_parent | own_WN
+        places = slice(first + 1, first + count + 1)
+        self.depth_BP[:width, places], self.ancestors_BPN[:width, places] = depth_BW, ancestors_BWN
+        return Level(places, self.length_B[:width, None] + number_W, depth_BW, ancestors_BWN)
+
+    def hidden_of(self, parents_BW: Tensor) -> Tensor:
+        """[B, W, H]"""
+        place_BW1 = (parents_BW + 1)[:, :, None]
+        return self.hidden_BPH[: self.width].gather(1, place_BW1.expand(-1, -1, self.hidden_BPH.shape[2]))
+
+    def visible(self, level: Level) -> Tensor:
+        """[B, W, S]: the context, and the tokens before each one on its own branch."""
+        behind_BS = self.slots() - self.length_B[: self.width, None]
+        N = level.ancestors_BWN.shape[2]
+        index = behind_BS.clamp(0, N - 1)[:, None].expand(-1, level.ancestors_BWN.shape[1], -1)
+        on_branch = level.ancestors_BWN.gather(2, index) & ((behind_BS >= 0) & (behind_BS < N))[:, None]
+        return (behind_BS < 0)[:, None] | on_branch
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows, in this order: they become the first of the batch."""
+        for buffer in (self.keys, self.values, self.length_B, self.hidden_BPH):
+            buffer[: len(rows)] = buffer[rows]
+        self.width = len(rows)
+
+    def widen(self) -> None:
+        """All rows of the batch are in play again."""
+        self.width = len(self.length_B)
