@@ -1,4 +1,5 @@
-"""Verification: which drafts the target keeps, and the token that it says behind them.
+"""Verification: which drafts the target keeps, and the token that it says behind them. Here what verifiers share, and `Match`;
+those that weigh the target's probabilities against the drafter's stand in `verify_tree` and `verify_block`.
 
 `Match` asks what the target itself says at each place (its argmax, or the inverse distribution function at the row's own
 random number for that position) and keeps the drafts that say the same. The output is then plain decoding's token for token,
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from drafttrain.decoding.sampling import Sampling, choose_tokens
 from drafttrain.decoding.tree import ancestors, place_depths
+from drafttrain.errors import UserError
 from drafttrain.types import Proposal, Verdict
 
 
@@ -57,3 +59,30 @@ class Match:
 def said_at(logits_BPV: Tensor, proposal: Proposal, sampling: Sampling, stream_B: Tensor, length_B: Tensor) -> Tensor:
     """The target's own token behind every place, as plain decoding would choose it there, [B, P]."""
     return choose_tokens(logits_BPV, sampling, stream_B, length_B[:, None] + place_depths(proposal.parents_BN) + 1)
+
+
+def drawn_from(proposal: Proposal, sampling: Sampling) -> Tensor:
+    """The q_BPV that is weighed against the target's p. UserError where there is nothing to weigh."""
+    if sampling.temperature == 0:
+        raise UserError(
+            "temperature is 0, where the target says its most probable token, but this verifier weighs probabilities and needs more than 0; "
+            "raise temperature, or verify by match."
+        )
+    if proposal.q_BPV is None:
+        raise UserError(
+            "the drafts were chosen, not drawn, but this verifier weighs the probabilities that they were drawn with; draw them, or verify by match."
+        )
+    return proposal.q_BPV
+
+
+def residual(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    """norm(max(p - q, 0)): what the target has to say beyond what drafts from q have covered. p itself where nothing is left, which
+    happens only where p and q are equal but for rounding."""
+    left_BV = (p_BV - q_BV).clamp(min=0)
+    total_B1 = left_BV.sum(-1, keepdim=True)
+    return torch.where(total_B1 > 0, left_BV / total_B1, p_BV)
+
+
+def at_place(x_BPV: Tensor, place_B: Tensor) -> Tensor:
+    """Each row's vector at one place, [B, V]."""
+    return x_BPV.gather(1, place_B[:, None, None].expand(-1, 1, x_BPV.shape[-1]))[:, 0]

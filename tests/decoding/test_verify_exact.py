@@ -1,0 +1,152 @@
+"""Every verifier is exact, by two roads: loops over all drafts show that its rule gives the target's own distribution, and
+chi-square tests show that the code does what the rule says, and that the first three tokens said are the target's.
+
+A rule that is broken on purpose is noticed by the same tests.
+"""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from decoding import verify_oracle as oracle
+from decoding.verify_cases import World, chi_square, drawn, said_text, streams, world_of
+from torch import Tensor
+
+from drafttrain.decoding import verify_block, verify_tree
+from drafttrain.decoding.sampling import Sampling, choose_tokens
+from drafttrain.decoding.tree import check
+from drafttrain.decoding.verify import Match, Verifier
+from drafttrain.decoding.verify_block import Block
+from drafttrain.decoding.verify_tree import KSeq, Rejection
+
+ROWS = 20_000
+SAMPLINGS = [Sampling(temperature=t, top_p=p) for t in (0.7, 1.0) for p in (1.0, 0.9)]
+
+
+@dataclass(frozen=True)
+class Method:
+    """A verifier, how its drafts are drawn, and what it must do with them."""
+
+    verify: Verifier
+    branching: tuple[int, ...]
+    replacement: bool
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name}{self.branching}"
+
+    def outcomes(self, world: World, sampling: Sampling) -> dict[tuple[int, ...], float] | None:
+        if self.name == "block":
+            return oracle.block(world, sampling, len(self.branching))
+        if self.name == "match":
+            return None
+        return oracle.tree(world, sampling, self.branching, self.replacement, kseq=self.name == "kseq")
+
+
+CHAINS = [
+    Method(maker(n), (1,) * n, False, name)
+    for n in (1, 2, 3)
+    for name, maker in (("rejection", lambda n: Rejection((1,) * n)), ("block", lambda n: Block()))
+]
+TREES = [
+    Method(Rejection((2, 2)), (2, 2), False, "recursive"),
+    Method(Rejection((3, 2)), (3, 2), False, "recursive"),
+    Method(Rejection((3, 1)), (3, 1), False, "recursive"),
+    Method(Rejection((2, 4), replacement=True), (2, 2), True, "independent"),
+    Method(Rejection((3, 3), replacement=True), (3, 1), True, "independent"),
+    Method(KSeq((2, 4)), (2, 2), True, "kseq"),
+    Method(KSeq((3, 3)), (3, 1), True, "kseq"),
+    Method(KSeq((1, 1, 1)), (1, 1, 1), True, "kseq"),
+    Method(Match(2), (2, 2), False, "match"),
+]
+METHODS = CHAINS + TREES
+
+
+def case(method: Method, kind: str, sampling: Sampling, vocab: int, seed: int, stopping: bool = False, rows: int = ROWS):
+    world = world_of(kind, vocab, seed, stopping)
+    stream, length = streams(rows, seed), torch.arange(rows) % 7 + 3
+    text = torch.zeros(rows, dtype=torch.long)
+    logits, proposal = drawn(world, method.branching, method.replacement, sampling, stream, length, text)
+    check(proposal, replacement=method.replacement)
+    verdict = method.verify(logits, proposal, sampling, stream, length)
+    return world, stream, length, said_text(world, proposal, verdict, text), verdict.accepted_B
+
+
+def p_of_outcomes(method: Method, world: World, sampling: Sampling, text_B: Tensor) -> float:
+    """Chi-square of what a round said against the oracle's rule."""
+    expected = torch.zeros(sum(world.vocab**d for d in range(len(method.branching) + 2)))
+    outcomes = method.outcomes(world, sampling)
+    assert outcomes is not None
+    for text, chance in outcomes.items():
+        expected[number(text, world.vocab)] = len(text_B) * chance
+    return chi_square(torch.bincount(text_B, minlength=len(expected)), expected)
+
+
+def p_of_first_three(
+    world: World, sampling: Sampling, stream_B: Tensor, length_B: Tensor, text_B: Tensor, size_B: Tensor
+) -> float:
+    """Chi-square of the first three tokens against the target; plain decoding goes on where the round said fewer."""
+    V = world.vocab
+    for _ in range(3):
+        logits = world.target_IV[text_B % len(world.target_IV)][:, None]
+        token_B = choose_tokens(logits, sampling, stream_B, (length_B + size_B + 1)[:, None])[:, 0]
+        text_B = torch.where(size_B < 3, world.after(text_B, token_B), text_B)
+        size_B = size_B + (size_B < 3)
+    for _ in range(3):  # at most five tokens were said in a round of these tests
+        text_B = torch.where(size_B > 3, (text_B - 1) // V, text_B)
+        size_B = size_B - (size_B > 3).long()
+    p, _ = oracle.models(world, sampling)
+    expected = torch.zeros(1 + V + V**2 + V**3)
+    for text, chance in oracle.first_tokens({(): 1.0}, p).items():
+        expected[number(text, V)] = len(text_B) * chance
+    return chi_square(torch.bincount(text_B, minlength=len(expected)), expected)
+
+
+def number(text: tuple[int, ...], vocab: int) -> int:
+    i = 0
+    for token in text:
+        i = i * vocab + token + 1
+    return i
+
+
+def both_p(method: Method, kind: str, sampling: Sampling, vocab: int, seed: int, stopping: bool = False) -> tuple[float, float]:
+    world, stream, length, text, accepted = case(method, kind, sampling, vocab, seed, stopping)
+    rule = 1.0 if method.name == "match" else p_of_outcomes(method, world, sampling, text)
+    return rule, p_of_first_three(world, sampling, stream, length, text, accepted + 1)
+
+
+# ---- the rules ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m.name != "match"], ids=str)
+@pytest.mark.parametrize("kind", ["apart", "near", "equal", "reduced"])
+def test_the_rule_says_what_the_target_says(method, kind):
+    for seed, sampling in enumerate(SAMPLINGS):
+        world = world_of(kind, 3, seed, stopping=seed % 2 == 1)
+        outcomes = method.outcomes(world, sampling)
+        p, _ = oracle.models(world, sampling)
+        said, wanted = oracle.first_tokens(outcomes, p), oracle.first_tokens({(): 1.0}, p)
+        for text in set(said) | set(wanted):
+            assert said.get(text, 0.0) == pytest.approx(wanted.get(text, 0.0), abs=1e-9)
+
+
+# ---- the code ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("number", range(4))
+def test_code_follows_the_rule_and_says_what_the_target_says(method, number):
+    kind = ("apart", "near", "reduced", "equal")[number]
+    rule, target = both_p(method, kind, SAMPLINGS[(number + len(method.branching)) % 4], 4, seed=number, stopping=number == 1)
+    assert rule > 1e-3 and target > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("kind", ["apart", "near", "equal", "reduced"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"{s.temperature}-{s.top_p}")
+def test_whole_grid(method, kind, sampling):
+    for vocab in (3, 5):
+        for stopping in (False, True):
+            rule, target = both_p(method, kind, sampling, vocab, seed=10 * vocab, stopping=stopping)
+            assert rule > 1e-4 and target > 1e-4  # thousands of p-values: some lie below 1e-3 by chance
