@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from decoding import verify_cases
 from decoding import verify_oracle as oracle
 from decoding.verify_cases import World, chi_square, drawn, said_text, streams, world_of
 from torch import Tensor
 
 from drafttrain.decoding import verify_block, verify_tree
-from drafttrain.decoding.sampling import Sampling, choose_tokens
+from drafttrain.decoding.sampling import Sampling, choose_tokens, uniforms
 from drafttrain.decoding.tree import check
 from drafttrain.decoding.verify import Match, Verifier
 from drafttrain.decoding.verify_block import Block
@@ -150,3 +151,85 @@ def test_whole_grid(method, kind, sampling):
         for stopping in (False, True):
             rule, target = both_p(method, kind, sampling, vocab, seed=10 * vocab, stopping=stopping)
             assert rule > 1e-4 and target > 1e-4  # thousands of p-values: some lie below 1e-3 by chance
+
+
+# ---- more than one round -----------------------------------------------------------------------------------------------
+
+
+def p_of_rounds(method: Method, world: World, sampling: Sampling, seed: int) -> float:
+    """Chi-square of the first three tokens where every one of them is said by rounds of drafting and verification."""
+    stream, length = streams(ROWS, seed), torch.full((ROWS,), 5)
+    text, size = torch.zeros(ROWS, dtype=torch.long), torch.zeros(ROWS, dtype=torch.long)
+    for _ in range(3):
+        logits, proposal = drawn(world, method.branching, method.replacement, sampling, stream, length + size, text)
+        verdict = method.verify(logits, proposal, sampling, stream, length + size)
+        going = size < 3
+        text = torch.where(going, said_text(world, proposal, verdict, text), text)
+        size = torch.where(going, size + verdict.accepted_B + 1, size)
+    return p_of_first_three(world, sampling, stream, length, text, size)
+
+
+@pytest.mark.parametrize("method", [CHAINS[4], CHAINS[5], TREES[0], TREES[5]], ids=str)
+def test_rounds_after_rounds(method):
+    assert p_of_rounds(method, world_of("apart", 3, 2), Sampling(temperature=1.0), seed=2) > 1e-3
+
+
+def test_numbers_of_an_earlier_round_would_bias(monkeypatch):
+    """Why `round_uniforms` goes by the anchor: drafting a position again with the number of its first time is noticed."""
+    method, world, sampling = CHAINS[5], world_of("near", 3, 4), Sampling(temperature=1.0)
+    assert p_of_rounds(method, world, sampling, seed=1) > 1e-3
+
+    def by_position(stream_B: Tensor, length_B: Tensor, count: int, purpose: int) -> Tensor:
+        return uniforms(stream_B, length_B[:, None] + torch.arange(count), purpose)
+
+    for module in (verify_block, verify_cases):
+        monkeypatch.setattr(module, "round_uniforms", by_position)
+    assert p_of_rounds(method, world, sampling, seed=1) < 1e-6
+
+
+# ---- broken on purpose -------------------------------------------------------------------------------------------------
+
+
+def the_whole_target(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    return p_BV
+
+
+@pytest.mark.parametrize("method", [CHAINS[0], CHAINS[3], TREES[0], TREES[3], TREES[5]], ids=str)
+def test_a_wrong_residual_is_noticed(method, monkeypatch):
+    monkeypatch.setattr(verify_block if method.name == "block" else verify_tree, "residual", the_whole_target)
+    rule, target = both_p(method, "apart", Sampling(temperature=1.0), 4, seed=0)
+    assert rule < 1e-6 and target < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("verify", "right"),
+    [
+        (Rejection((3, 2), replacement=True), TREES[1]),  # a rejected sibling stays in q though it cannot be drawn again
+        (Rejection((3, 3)), TREES[4]),  # a rejected sibling leaves q though it can
+        (KSeq((3, 2)), TREES[1]),  # siblings are not independent
+    ],
+    ids=str,
+)
+def test_siblings_taken_for_what_they_are_not_are_noticed(verify, right):
+    wrong = Method(verify, right.branching, right.replacement, right.name)
+    rule, target = both_p(wrong, "apart", Sampling(temperature=1.0), 4, seed=0)
+    assert rule < 1e-6 and target < 1e-6
+
+
+def test_too_low_a_rho_is_noticed(monkeypatch):
+    monkeypatch.setattr(verify_tree, "_least_rho", lambda p_BV, q_BV, count_B1: torch.ones_like(count_B1))
+    rule, target = both_p(TREES[6], "apart", Sampling(temperature=1.0), 4, seed=0)
+    assert rule < 1e-6 and target < 1e-6
+
+
+def test_a_greater_rho_is_exact_too(monkeypatch):
+    monkeypatch.setattr(verify_tree, "_least_rho", lambda p_BV, q_BV, count_B1: count_B1.clamp(min=1))
+    rule, target = both_p(TREES[6], "apart", Sampling(temperature=1.0), 4, seed=0)
+    assert rule < 1e-6 and target > 1e-3  # fewer are accepted than by the rule
+
+
+def test_children_and_depths_beyond_the_widths_are_ignored_exactly():
+    narrow = Method(Rejection((2, 1)), (3, 2), False, "narrow")
+    _, target = both_p(narrow, "apart", SAMPLINGS[0], 4, seed=3)
+    shallow = Method(Rejection((1,)), (1, 1, 1), False, "shallow")
+    assert target > 1e-3 and both_p(shallow, "near", SAMPLINGS[0], 4, seed=3)[1] > 1e-3

@@ -75,12 +75,12 @@ def tree(
         stop = depth == len(branching) or (world.stopping and text[-1:] == (0,))
         for drafts, reach in sequences(q(text), 0 if stop else count, replacement):
             left = p(text)
-            for token, accepted, left in (_kseq if kseq else _turns)(left, q(text), drafts, replacement):
+            for token, accepted, rest_of_p in (_kseq if kseq else _turns)(p(text), q(text), drafts, replacement):
                 if accepted:
                     children = drafts.count(token) * (branching[depth + 1] if depth + 1 < len(branching) else 0)
                     for rest, chance in behind((*text, token), depth + 1, children).items():
                         found[rest] += reach * accepted * chance
-                reach *= 1 - accepted
+                reach, left = reach * (1 - accepted), rest_of_p
             for token, v in enumerate(left):
                 found[(*text, token)] += reach * v
         return found
