@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from drafttrain.commands.trim_options import TrimOptions
 from drafttrain.errors import UserError
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe, load_recipe, sections_help
@@ -25,6 +26,7 @@ COMMANDS = {
     "export": "write the best drafter as a folder that vLLM and SGLang load; --push REPO sends it to the Hub",
     "validate": "prove the export on held-out prompts: losslessness, acceptance, speed; writes report/",
     "generate": "answer a --prompt, the tokens that the drafter guessed in colour",
+    "trim": "cut a trained drafter's head down to --size tokens without training, as a run of its own",
     "plan": "print the resolved recipe and its arithmetic; starts nothing",
 }
 GRACE_S = 3.0
@@ -93,14 +95,16 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
         print(sections_help())
         return None
     overrides = pairs(rest)
-    if getattr(known, "push", None):
-        overrides.append(("export.push", known.push))
+    for flag, key in (("push", "export.push"), ("size", "drafter.init_args.draft_vocab")):
+        if getattr(known, flag, None):
+            overrides.append((key, getattr(known, flag)))
     recipe, notes = load_recipe(known.config, overrides)
     if speaks():
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-    extra = {name: getattr(known, name) for name in ("prompt", "draft") if hasattr(known, name)}
-    return recipe, Options(Run(known.runs / recipe.name), **extra)
+    kind = TrimOptions if command == "trim" else Options
+    extra = {name: getattr(known, name) for name in ("prompt", "draft", "counts", "out") if hasattr(known, name)}
+    return recipe, kind(Run(known.runs / recipe.name), **extra)
 
 
 def _options_parser(command: str, program: str) -> _Parser:
@@ -114,6 +118,13 @@ def _options_parser(command: str, program: str) -> _Parser:
     if command == "generate":
         parser.add_argument("--prompt", metavar="TEXT", help="what the user says")
         parser.add_argument("--draft", type=Path, metavar="DIR", help="an export or a checkpoint, instead of the run's own")
+    if command == "trim":
+        parser.add_argument(
+            "--size", metavar="SIZE", help="tokens, share to cover, or best (same as --drafter.init_args.draft_vocab)"
+        )
+        parser.add_argument("--draft", type=Path, metavar="DIR", help="a checkpoint or an export, instead of the run's best")
+        parser.add_argument("--counts", type=Path, metavar="STORE", help="token store to count in, instead of the run's own")
+        parser.add_argument("--out", type=Path, metavar="DIR", help="run folder to make (default: NAME-SIZE beside the run's)")
     if command == "export":
         parser.add_argument("--push", metavar="OWNER/NAME", help="send it to this Hub repository (same as --export.push)")
     return parser

@@ -36,11 +36,12 @@ class DrafterConfig:
 
     def _check_vocabulary(self) -> None:
         size = self.draft_vocab
-        share = isinstance(size, float)
-        if size is not None and not (0 < size <= 1 if share else size >= 1):
+        if size is None or size == "best":
+            return
+        if not (0 < size <= 1 if isinstance(size, float) else size >= 1):
             raise UserError(
                 f"drafter.init_args.draft_vocab is {size}, but must be a number of tokens (at least 1), a share of the answers to cover "
-                "(above 0, up to 1.0), or null for the full vocabulary."
+                "(above 0, up to 1.0), best, or null for the full vocabulary."
             )
 
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "DrafterNet":

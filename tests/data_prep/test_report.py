@@ -2,14 +2,19 @@
 
 import json
 import re
+from collections import Counter
 
 import pytest
+import torch
 from fake_target import FakeSpeech, FakeTarget, small_config
 
 from data_prep.pipeline import prepare
+from data_prep.report import worries, write_report
 from data_prep.sources import JsonlPrompts, SelfPrompts
 from drafttrain.data.features import feature_bytes
 from drafttrain.data.store import TokenStore
+from drafttrain.data.token_counts import count
+from drafttrain.vocab import Cost, best_size, choose
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +67,112 @@ def test_the_report_names_every_drop_and_its_figures_exist(folder):
         assert f"| {reason} |" in text
     figures = re.findall(r"!\[\w+\]\((\w+\.png)\)", text)
     assert len(figures) == 3 and all((folder / "report" / name).stat().st_size > 1000 for name in figures)
+
+
+def test_coverage_of_every_source_counted_one_by_one(folder):
+    """From the stores, chat by chat, by the file of prompts: of training answers, of all others', of held-out ones."""
+    s = json.loads((folder / "report" / "summary.json").read_text())
+    kept, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
+    vocabulary = set(choose(kept.counts()[0], 16, kept.counts()[1], always=(2,)).ids.tolist())
+    source = {}
+    for name in ("prompts.jsonl", "held_out.jsonl"):
+        source |= {row["key"]: row["source"] for row in map(json.loads, (folder / name).read_text().splitlines())}
+
+    def covered(store, wanted):
+        said = [
+            token in vocabulary
+            for chat in (store.chat(i) for i in range(len(store)))
+            if wanted(source[chat.key.removesuffix("#greedy")])
+            for token in chat.ids[chat.supervised].tolist()
+        ]
+        return sum(said) / len(said) if said else None
+
+    assert len({group["covered"] for group in s["sources"].values()}) == 2
+    for name, group in s["sources"].items():
+        assert group["covered"] == pytest.approx(covered(kept, lambda other, name=name: other == name))
+        assert group["covered_elsewhere"] == pytest.approx(covered(kept, lambda other, name=name: other != name))
+        assert group["held_out_covered"] == pytest.approx(covered(held_out, lambda other, name=name: other == name))
+    assert s["draft_vocabulary"]["training"] == pytest.approx(covered(kept, lambda other: True))
+    assert s["draft_vocabulary"]["held_out"] == pytest.approx(covered(held_out, lambda other: True))
+    assert s["draft_vocabulary"]["size"] == 16
+
+
+@pytest.fixture
+def again(folder, monkeypatch):
+    """Writes the report anew; returns (its numbers, how often each chat was read)."""
+
+    def write(draft_vocab):
+        read = Counter()
+        chat = TokenStore.chat
+        monkeypatch.setattr(
+            TokenStore, "chat", lambda store, index: (read.update([(store.folder.name, index)]), chat(store, index))[1]
+        )
+        stores = [TokenStore.open(folder / name) for name in ("train", "held_out")]
+        write_report(folder, *stores, (2,), draft_vocab, 2)
+        monkeypatch.undo()
+        return json.loads((folder / "report" / "summary.json").read_text()), read
+
+    yield write
+    write(16)
+
+
+def test_every_chat_is_read_once(folder, again):
+    s, read = again(16)
+    assert len(read) == s["chats"] + s["held_out"]["chats"] and set(read.values()) == {1}
+
+
+def test_the_best_size_and_what_new_answers_need(folder, again):
+    cost = Cost(outside=1000, per_token=40, target=100_000, drafts=3)
+    s, _ = again(cost)
+    counts = count(TokenStore.open(folder / "train"))
+    assert s["draft_vocabulary"]["size"] == best_size(counts, cost) and s["draft_vocabulary"]["best"]
+    assert f"1,000 + 40 x {s['draft_vocabulary']['size']} weights" in (folder / "report" / "README.md").read_text()
+    for size, share in s["coverage"]["new answers, expected"]:
+        assert share == pytest.approx(float(counts.expected(torch.tensor([size]))[0]))
+    for share, size in s["size_for_new_coverage"].items():
+        assert float(counts.expected(torch.tensor([size]))[0]) >= float(share) - 1e-9
+        assert size >= s["size_for_coverage"][share]
+
+
+def fine() -> dict:
+    """A summary in which nothing stands out."""
+    group = {"looping": 0.1, "cut_at_limit": 0.2, "answer_tokens": 5000, "covered": 0.95, "covered_elsewhere": 0.99}
+    return {
+        "rows": {"in": 100, "dropped": {"duplicate": 20, "split off as held out": 40}},
+        "sources": {"chat": group, "french": dict(group)},
+        "draft_vocabulary": {"held_out": 0.93},
+        "held_out": {"answer_tokens": 3000},
+    }
+
+
+def test_nothing_stands_out(folder, again):
+    assert worries(fine()) == []
+    again(None)
+    assert "## Worth a look\n\n" in (folder / "report" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "words"),
+    [
+        (("rows", "dropped", "duplicate"), 21, "21% of the rows were dropped: duplicate."),
+        (("sources", "french", "covered"), 0.93, "covers 93.0% of the answers to french, but 99.0% of all others"),
+        (("sources", "french", "looping"), 0.25, "25% of the answers to french loop."),
+        (("sources", "chat", "cut_at_limit"), 0.3, "30% of the answers to chat were cut at the limit."),
+        (("draft_vocabulary", "held_out"), 0.82, "covers 82.0% of held-out answers"),
+    ],
+)
+def test_shares_that_worry_are_said_in_words(place, value, words):
+    summary = fine()
+    inner = summary
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    [sentence] = worries(summary)
+    assert words in sentence
+
+
+def test_a_few_tokens_are_no_reason_to_worry():
+    summary = fine()
+    summary["sources"]["french"] |= {"covered": 0.5, "answer_tokens": 400}
+    summary["draft_vocabulary"]["held_out"], summary["held_out"]["answer_tokens"] = 0.5, 300
+    assert worries(summary) == []

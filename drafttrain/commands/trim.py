@@ -1,0 +1,65 @@
+"""`drafttrain trim`: a trained drafter with a smaller head, as a run of its own, runs/<name>-<size>/.
+
+    runs/<name>-<size>/recipe.yaml          the recipe with that name and size: what export, validate and generate are given
+                       checkpoints/best/    the trimmed drafter
+                       data                 a link to the data of the run that it comes from, held-out prompts included
+
+The run that it comes from is only read. The new folder takes its place whole, and none that is there is replaced.
+"""
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from drafttrain.commands.drafts import load_draft
+from drafttrain.commands.trim_options import TrimOptions
+from drafttrain.data import token_counts
+from drafttrain.data.store import TokenStore
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.drafters.save import read_record, save_drafter
+from drafttrain.drafters.trim import choose_kept, trim
+from drafttrain.errors import UserError
+from drafttrain.files import sync
+from drafttrain.recipe import Recipe
+from drafttrain.run import Run
+from drafttrain.target.load import load_target
+from drafttrain.target.target import Target
+from drafttrain.vocab import describe
+
+
+def run(recipe: Recipe, options: TrimOptions) -> None:
+    """Trim the run's best drafter to `drafter.init_args.draft_vocab` tokens. Raises UserError."""
+    draft = options.draft or options.run.best
+    if options.draft is None:
+        read_record(draft)  # says what is missing before the target is loaded
+    store = TokenStore.open(options.counts or options.run.data / "train")
+    target = load_target(recipe.target)
+    store.require(target.identity)
+    net = load_draft(draft, target)
+    counts = token_counts.count(store, net.vocabulary.t2d)
+    kept = choose_kept(net, target, counts, recipe.drafter.draft_vocab, recipe.drafter.least_coverage)
+    place = options.out or options.run.folder.with_name(f"{recipe.name}-{len(kept.ids)}")
+    made = replace(recipe, name=place.name, drafter=replace(recipe.drafter, draft_vocab=len(kept.ids)))
+    if os.path.lexists(place):
+        raise UserError(f"{place}/ is there already, and nothing is overwritten; remove it, or name another folder with --out.")
+    _write(place, made, trim(net, target, kept), target, draft, options.run)
+    print(f"before, {describe(net.vocabulary, counts)}")
+    print(f"now, {describe(kept, counts)}")
+    flags = f"--config {place / 'recipe.yaml'} --runs {place.parent}"
+    print(f"{place}/: go on with `python -m drafttrain export {flags}`, then validate with the same flags")
+
+
+def _write(place: Path, recipe: Recipe, net: DrafterNet, target: Target, draft: Path, source: Run) -> None:
+    """The new run folder, whole or not at all."""
+    making = Run(place.with_name(f".{place.name}.tmp"))  # no run's name begins with a dot
+    shutil.rmtree(making.folder, ignore_errors=True)
+    making.record("trim", recipe.plain())
+    before = read_record(draft)["facts"] if (draft / "drafter.json").exists() else {}
+    position = (before.get("position") or {}) | {"best_tau": None}  # that was the tau of the whole head
+    facts = {"position": position, "held_out": None, "trimmed_from": str(draft)}
+    save_drafter(making.best, net, net.config, target.identity, facts)
+    if source.data.is_dir():
+        os.symlink(os.path.relpath(source.data.resolve(), making.folder.resolve()), making.data)
+    os.replace(making.folder, place)
+    sync(place.parent)

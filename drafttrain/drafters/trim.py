@@ -1,0 +1,91 @@
+"""A trained drafter's head cut down to fewer tokens, without training (VocabTrim, arXiv 2506.22694).
+
+    W'[d] = W[old draft id of the d-th token that is kept]
+
+Nothing else changes, so every logit that is left is what it was, and a draft can differ only where the old one's first choice was cut.
+What the target says stays the same in any case: it verifies every draft.
+
+Shapes: V the target's vocabulary, O tokens of the old head, N tokens that are kept.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.drafters.vocabulary import draft_cost
+from drafttrain.errors import UserError
+from drafttrain.target.target import Target
+from drafttrain.vocab import Counts, DraftVocabulary, Size, best_size, choose, coverage, rounded, size_for
+
+HEAD = "lm_head.weight"
+
+
+def choose_kept(net: DrafterNet, target: Target, counts: Counts, size: Size, least_coverage: float = 0.0) -> DraftVocabulary:
+    """The most frequent of the tokens that the net can say, ends of turn always among them.
+
+    `counts` are counted among those tokens alone. `size` is how many, or the share of all training answers that they must cover, or
+    "best". Raises UserError where the head has no more tokens than that, or the answers ask for tokens that it cannot say.
+    """
+    old = net.vocabulary.ids.cpu()
+    wanted = _how_many(net, target, counts, size, least_coverage)
+    if wanted >= len(old):
+        raise UserError(
+            f"drafter.init_args.draft_vocab {size} means {wanted:,} tokens, but the trained head has {len(old):,}: trimming only takes "
+            "tokens away, so give a smaller --size, or train with more."
+        )
+    places = {token: place for place, token in enumerate(old.tolist())}
+    ends = [places[token] for token in target.end_ids if token in places]
+    if wanted < len(ends):
+        raise UserError(
+            f"drafter.init_args.draft_vocab {size} has no room for the {len(ends)} end-of-turn tokens, without which no answer ends; "
+            "give a larger --size."
+        )
+    kept = DraftVocabulary(
+        old[choose(counts.supervised_V[old], wanted, counts.other_V[old], always=ends).ids], net.vocabulary.size
+    )
+    reached = coverage(kept, counts.supervised_V) * int(counts.supervised_V.sum()) / max(counts.total, 1)
+    if reached < least_coverage:
+        raise UserError(
+            f"{wanted:,} tokens of the trained head cover {reached:.1%} of the training answers, but drafter.init_args.least_coverage "
+            f"asks for {least_coverage:.1%}; give a larger --size or lower the coverage asked for."
+        )
+    return kept
+
+
+def _how_many(net: DrafterNet, target: Target, counts: Counts, size: Size, least_coverage: float) -> int:
+    most = len(net.vocabulary.ids)
+    if size == "best":
+        return best_size(counts, draft_cost(net.config, target), least_coverage, most)
+    if isinstance(size, float):
+        reachable = int(counts.supervised_V.sum()) / max(counts.total, 1)
+        if size > reachable:
+            raise UserError(
+                f"drafter.init_args.draft_vocab asks to cover {size:.2%} of the training answers, but all {most:,} tokens of the trained "
+                f"head cover {reachable:.2%}; lower --size."
+            )
+        return rounded(size_for(counts.supervised_V, size / reachable), most)
+    return most if size is None else int(size)
+
+
+def trim(net: DrafterNet, target: Target, kept: DraftVocabulary) -> DrafterNet:
+    """The same net with a head of `kept` tokens, a copy, in eval mode.
+
+    Raises UserError if the net has no head of its own, cannot say a token of `kept`, or would lose an end of turn.
+    """
+    old, weights = net.vocabulary, net.state_dict()
+    if HEAD not in weights:
+        raise UserError(f"a {type(net).__name__} speaks with the target's own head, which cannot be trimmed without the target.")
+    unknown = kept.ids[~old.t2d[kept.ids]].tolist()
+    if unknown:
+        raise UserError(
+            f"the trained head cannot say {len(unknown):,} of the tokens that are to be kept (such as {unknown[0]}); trimming only takes "
+            "tokens away."
+        )
+    lost = [token for token in target.end_ids if old.t2d[token] and not kept.t2d[token]]
+    if lost:
+        raise UserError(f"without the end-of-turn tokens {lost} a drafter never ends an answer; keep them.")
+    made = replace(net.config, draft_vocab=len(kept.ids)).build(target, kept)
+    rows_N = torch.searchsorted(old.ids, kept.ids).to(weights[HEAD].device)
+    made.load_state_dict(weights | {HEAD: weights[HEAD][rows_N]})
+    return made.eval()
