@@ -1,5 +1,5 @@
 """Verification: which drafts the target keeps, and the token that it says behind them. Here what verifiers share, and `Match`;
-those that weigh the target's probabilities against the drafter's stand in `verify_tree` and `verify_block`.
+those that weigh the target's probabilities against the drafter's stand in `verify_chain` and `verify_tree`.
 
 `Match` asks what the target itself says at each place (its argmax, or the inverse distribution function at the row's own
 random number for that position) and keeps the drafts that say the same. The output is then plain decoding's token for token,

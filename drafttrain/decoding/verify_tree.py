@@ -1,4 +1,4 @@
-"""Verification of drafts that were drawn at random, child by child down a tree; a chain is the tree whose every width is 1.
+"""Verification of drafts that were drawn at random, child by child down a tree. (Chains are verified faster in `verify_chain`.)
 
 At each place the children x_1, x_2, ... drawn from q are weighed against the target's p, in the order of their indices. One of
 them is accepted and the walk goes on behind it; or none is, and the token said is drawn from what is left of p. Either way the
@@ -15,7 +15,8 @@ with probability min(q(x), p(x)/rho)/beta; what is left of p is p - min(q, p/rho
 a <= rho beta. The least such rho in [1, k] accepts most, and any greater one is exact as well.
 
 Exactness asks of the proposal that a node exists (`valid_BN`) for reasons that were known before its token was drawn, and that
-of drawn siblings only the last ones are left out. Two siblings that say the same token share their children.
+of drawn siblings only the last ones are left out. A node whose token q excludes was not drawn, and is passed over. Two siblings
+that say the same token share their children.
 
 Static shapes, no waiting for the device, so that a round fits into a CUDA graph.
 
@@ -31,8 +32,8 @@ from drafttrain.decoding.sampling import ACCEPT, RESIDUAL, Sampling, draw, proba
 from drafttrain.decoding.verify import at_place, drawn_from, residual
 from drafttrain.types import Proposal, Verdict
 
-BISECTIONS = 24
-"""Steps that narrow down KSeq's rho. They decide how many drafts are accepted in the 7th digit, never whether it is exact."""
+BISECTIONS = 12
+"""Steps that narrow down KSeq's rho. They decide how many drafts are accepted in the fourth digit, never whether it is exact."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class _Walk:
 
 @dataclass(frozen=True)
 class Rejection(_Walk):
-    """Speculative sampling for chains, and recursive rejection for trees."""
+    """Speculative sampling, and recursive rejection where there are siblings."""
 
     replacement: bool = False
     """Whether siblings were drawn independently of each other, so that they may be equal."""
@@ -92,7 +93,7 @@ class Rejection(_Walk):
             token_B1, tried_B1 = tokens_BW[:, w, None], there_BW[:, w, None] & (choice_B1 < 0)
             accepted_B1 = tried_B1 & _accepted(p_BV, q_BV, token_B1, uniform_BW[:, w, None])
             choice_B1 = torch.where(accepted_B1, w, choice_B1)
-            p_BV = torch.where(tried_B1 & ~accepted_B1, residual(p_BV, q_BV), p_BV)
+            p_BV = torch.where(tried_B1, residual(p_BV, q_BV), p_BV)  # read only if it was not accepted
             if not self.replacement and w + 1 < tokens_BW.shape[1]:
                 others_BV = q_BV.scatter(1, token_B1, 0.0)
                 mass_B1 = others_BV.sum(-1, keepdim=True)

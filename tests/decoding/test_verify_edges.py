@@ -3,11 +3,11 @@
 import pytest
 import torch
 from decoding.test_verify_exact import CHAINS, METHODS, TREES, Method
-from decoding.verify_cases import World, drawn, rows_of, streams, world_of
+from decoding.verify_cases import World, chi_square, drawn, rows_of, streams, world_of
 from torch import Tensor
 
 from drafttrain.decoding.sampling import Sampling
-from drafttrain.decoding.verify_block import Block
+from drafttrain.decoding.verify_chain import Block, TokenWise
 from drafttrain.decoding.verify_tree import KSeq, Rejection
 from drafttrain.errors import UserError
 from drafttrain.types import Proposal
@@ -22,7 +22,7 @@ def round_of(method: Method, world: World, sampling: Sampling, rows: int):
     return logits, proposal, sampling, stream, length
 
 
-@pytest.mark.parametrize("verify", [Rejection((1,)), Block(), KSeq((1,))], ids=str)
+@pytest.mark.parametrize("verify", [Rejection((1,)), TokenWise(), Block(), KSeq((1,))], ids=str)
 def test_what_cannot_be_weighed_is_refused(verify):
     logits, proposal, _, stream, length = round_of(CHAINS[0], world_of("near", 3, 0), SAMPLED, 2)
     with pytest.raises(UserError, match="temperature is 0.*raise temperature, or verify by match"):
@@ -84,7 +84,7 @@ def test_what_the_target_excludes_is_neither_accepted_nor_said(method):
             place_B = torch.where(k < verdict.accepted_B, verdict.path_BK[:, k] + 1, place_B)
 
 
-@pytest.mark.parametrize("verify", [Rejection((1, 1, 1)), Block(), KSeq((1, 1, 1)), Rejection(())], ids=str)
+@pytest.mark.parametrize("verify", [Rejection((1, 1, 1)), TokenWise(), Block(), KSeq((1, 1, 1)), Rejection(())], ids=str)
 def test_without_drafts_the_target_speaks(verify):
     logits = torch.tensor([0.0, 40.0, 0.0]).expand(4, 1, 3)
     none = torch.zeros(4, 0, dtype=torch.long)
@@ -93,7 +93,17 @@ def test_without_drafts_the_target_speaks(verify):
     assert verdict.said_B.tolist() == [1] * 4 and verdict.accepted_B.tolist() == [0] * 4 and verdict.path_BK.shape == (4, 0)
 
 
-@pytest.mark.parametrize("verify", [Rejection((2, 1)), Block(), KSeq((2, 1))], ids=str)
+@pytest.mark.parametrize("stopping", [False, True])
+@pytest.mark.parametrize("kind", ["apart", "near", "reduced"])
+def test_token_wise_is_rejection_down_a_tree_of_width_one(kind, stopping):
+    inputs = round_of(CHAINS[4], world_of(kind, 5, 7, stopping), Sampling(temperature=0.8, top_p=0.9), 5000)
+    chain, tree = TokenWise()(*inputs), Rejection((1, 1, 1))(*inputs)
+    kept = torch.arange(3) < chain.accepted_B[:, None]
+    assert torch.equal(chain.accepted_B, tree.accepted_B) and torch.equal(chain.said_B, tree.said_B)
+    assert torch.equal(chain.path_BK[kept], tree.path_BK[kept]) and chain.accepted_B.unique().numel() == 4
+
+
+@pytest.mark.parametrize("verify", [Rejection((2, 1)), TokenWise(), Block(), KSeq((2, 1))], ids=str)
 def test_nodes_that_do_not_exist_are_not_weighed(verify):
     logits = torch.tensor([0.0, 0.0, 40.0]).expand(4, 3, 3)
     drafts = Proposal(torch.tensor([[2, 2]]).expand(4, 2), torch.tensor([[-1, 0]]).expand(4, 2))
@@ -102,6 +112,16 @@ def test_nodes_that_do_not_exist_are_not_weighed(verify):
         proposal = Proposal(drafts.tokens_BN, drafts.parents_BN, torch.tensor([valid]).expand(4, 2), q)
         verdict = verify(logits, proposal, SAMPLED, torch.arange(4), torch.arange(4))
         assert verdict.accepted_B.tolist() == [accepted] * 4 and verdict.said_B.tolist() == [2] * 4
+
+
+@pytest.mark.parametrize("verify", [Rejection((1,)), TokenWise(), Block(), KSeq((1,))], ids=str)
+def test_a_token_that_its_q_excludes_is_passed_over(verify):
+    """As if the node did not exist: p is not spent on it."""
+    rows, p = 3000, torch.tensor([0.5, 0.5, 1e-9])
+    proposal = Proposal(torch.ones(rows, 1).long(), -torch.ones(rows, 1).long(), None, torch.eye(3)[0].expand(rows, 2, 3))
+    verdict = verify(p.log().expand(rows, 2, 3), proposal, SAMPLED, streams(rows), torch.arange(rows))
+    assert not verdict.accepted_B.any()
+    assert chi_square(torch.bincount(verdict.said_B, minlength=3), rows * p) > 1e-3
 
 
 def accepted_of(verify, world: World, drafts: int, rows: int) -> Tensor:
@@ -113,7 +133,7 @@ def accepted_of(verify, world: World, drafts: int, rows: int) -> Tensor:
 def test_block_keeps_at_least_as_many_as_token_wise(kind):
     rows, drafts = 50_000, 3
     world = world_of(kind, 4, 5)
-    more = accepted_of(Block(), world, drafts, rows) - accepted_of(Rejection((1,) * drafts), world, drafts, rows)
+    more = accepted_of(Block(), world, drafts, rows) - accepted_of(TokenWise(), world, drafts, rows)
     assert more.mean() + 1.96 * more.std() / rows**0.5 >= 0
     if kind != "equal":
         assert more.mean() - 1.96 * more.std() / rows**0.5 > 0
@@ -124,7 +144,7 @@ def test_the_paper_s_example():
     p = torch.tensor([1 / 3, 2 / 3])
     world = World(p.log().expand(15, 2), p.flip(0).log().expand(15, 2))
     rows = 50_000
-    for verify, wanted in ((Rejection((1, 1)), 10 / 9), (Block(), 11 / 9)):
+    for verify, wanted in ((TokenWise(), 10 / 9), (Block(), 11 / 9)):
         accepted = accepted_of(verify, world, 2, rows)
         assert abs(accepted.mean() - wanted) < 3 * accepted.std() / rows**0.5
 
@@ -133,7 +153,7 @@ def test_more_children_are_accepted_more_often():
     """Rates of the first depth: without replacement beats independent children; k-sequential selection beats one child."""
     world = world_of("apart", 5, 6)
     rates = {}
-    for name, method in (("one", CHAINS[0]), ("recursive", TREES[2]), ("independent", TREES[4]), ("kseq", TREES[6])):
+    for name, method in (("one", CHAINS[0]), ("recursive", TREES[3]), ("independent", TREES[5]), ("kseq", TREES[7])):
         verdict = method.verify(*round_of(method, world, SAMPLED, 20_000))
         rates[name] = (verdict.accepted_B > 0).double().mean()
     assert rates["recursive"] > rates["independent"] > rates["one"] and rates["kseq"] > rates["one"]

@@ -13,11 +13,11 @@ from decoding import verify_oracle as oracle
 from decoding.verify_cases import World, chi_square, drawn, said_text, streams, world_of
 from torch import Tensor
 
-from drafttrain.decoding import verify_block, verify_tree
+from drafttrain.decoding import verify_chain, verify_tree
 from drafttrain.decoding.sampling import Sampling, choose_tokens, uniforms
 from drafttrain.decoding.tree import check
 from drafttrain.decoding.verify import Match, Verifier
-from drafttrain.decoding.verify_block import Block
+from drafttrain.decoding.verify_chain import Block, TokenWise
 from drafttrain.decoding.verify_tree import KSeq, Rejection
 
 ROWS = 20_000
@@ -45,11 +45,10 @@ class Method:
 
 
 CHAINS = [
-    Method(maker(n), (1,) * n, False, name)
-    for n in (1, 2, 3)
-    for name, maker in (("rejection", lambda n: Rejection((1,) * n)), ("block", lambda n: Block()))
+    Method(verify, (1,) * n, False, name) for n in (1, 2, 3) for name, verify in (("token-wise", TokenWise()), ("block", Block()))
 ]
 TREES = [
+    Method(Rejection((1, 1, 1)), (1, 1, 1), False, "recursive"),
     Method(Rejection((2, 2)), (2, 2), False, "recursive"),
     Method(Rejection((3, 2)), (3, 2), False, "recursive"),
     Method(Rejection((3, 1)), (3, 1), False, "recursive"),
@@ -169,7 +168,7 @@ def p_of_rounds(method: Method, world: World, sampling: Sampling, seed: int) -> 
     return p_of_first_three(world, sampling, stream, length, text, size)
 
 
-@pytest.mark.parametrize("method", [CHAINS[4], CHAINS[5], TREES[0], TREES[5]], ids=str)
+@pytest.mark.parametrize("method", [CHAINS[4], CHAINS[5], TREES[1], TREES[6]], ids=str)
 def test_rounds_after_rounds(method):
     assert p_of_rounds(method, world_of("apart", 3, 2), Sampling(temperature=1.0), seed=2) > 1e-3
 
@@ -182,7 +181,7 @@ def test_numbers_of_an_earlier_round_would_bias(monkeypatch):
     def by_position(stream_B: Tensor, length_B: Tensor, count: int, purpose: int) -> Tensor:
         return uniforms(stream_B, length_B[:, None] + torch.arange(count), purpose)
 
-    for module in (verify_block, verify_cases):
+    for module in (verify_chain, verify_cases):
         monkeypatch.setattr(module, "round_uniforms", by_position)
     assert p_of_rounds(method, world, sampling, seed=1) < 1e-6
 
@@ -194,9 +193,9 @@ def the_whole_target(p_BV: Tensor, q_BV: Tensor) -> Tensor:
     return p_BV
 
 
-@pytest.mark.parametrize("method", [CHAINS[0], CHAINS[3], TREES[0], TREES[3], TREES[5]], ids=str)
+@pytest.mark.parametrize("method", [CHAINS[0], CHAINS[3], TREES[1], TREES[4], TREES[6]], ids=str)
 def test_a_wrong_residual_is_noticed(method, monkeypatch):
-    monkeypatch.setattr(verify_block if method.name == "block" else verify_tree, "residual", the_whole_target)
+    monkeypatch.setattr(verify_chain if method in CHAINS else verify_tree, "residual", the_whole_target)
     rule, target = both_p(method, "apart", Sampling(temperature=1.0), 4, seed=0)
     assert rule < 1e-6 and target < 1e-6
 
@@ -204,9 +203,9 @@ def test_a_wrong_residual_is_noticed(method, monkeypatch):
 @pytest.mark.parametrize(
     ("verify", "right"),
     [
-        (Rejection((3, 2), replacement=True), TREES[1]),  # a rejected sibling stays in q though it cannot be drawn again
-        (Rejection((3, 3)), TREES[4]),  # a rejected sibling leaves q though it can
-        (KSeq((3, 2)), TREES[1]),  # siblings are not independent
+        (Rejection((3, 2), replacement=True), TREES[2]),  # a rejected sibling stays in q though it cannot be drawn again
+        (Rejection((3, 3)), TREES[5]),  # a rejected sibling leaves q though it can
+        (KSeq((3, 2)), TREES[2]),  # siblings are not independent
     ],
     ids=str,
 )
@@ -218,13 +217,13 @@ def test_siblings_taken_for_what_they_are_not_are_noticed(verify, right):
 
 def test_too_low_a_rho_is_noticed(monkeypatch):
     monkeypatch.setattr(verify_tree, "_least_rho", lambda p_BV, q_BV, count_B1: torch.ones_like(count_B1))
-    rule, target = both_p(TREES[6], "apart", Sampling(temperature=1.0), 4, seed=0)
+    rule, target = both_p(TREES[7], "apart", Sampling(temperature=1.0), 4, seed=0)
     assert rule < 1e-6 and target < 1e-6
 
 
 def test_a_greater_rho_is_exact_too(monkeypatch):
     monkeypatch.setattr(verify_tree, "_least_rho", lambda p_BV, q_BV, count_B1: count_B1.clamp(min=1))
-    rule, target = both_p(TREES[6], "apart", Sampling(temperature=1.0), 4, seed=0)
+    rule, target = both_p(TREES[7], "apart", Sampling(temperature=1.0), 4, seed=0)
     assert rule < 1e-6 and target > 1e-3  # fewer are accepted than by the rule
 
 
