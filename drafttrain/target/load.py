@@ -12,6 +12,7 @@ import torch
 
 from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
+from drafttrain.target.fuse import fuse_norms
 from drafttrain.target.target import ATTENTION, KNOWN_LAYER_TYPES, Target, hf_attention, plain_copy, prove
 from drafttrain.target.template import ChatTemplate
 from drafttrain.types import Identity
@@ -33,6 +34,8 @@ def load_target(config: TargetConfig, device: str | torch.device | None = None) 
     if gguf is not None:
         model = plain_copy(model)
     model = _move(model, device, config.path)
+    if torch.device(device).type == "cuda":
+        fuse_norms(model)
     _check_layers(model, config.path)
     chat = ChatTemplate(tokenizer, config.template_arguments, config.path)
     identity = _identity(config, model.config.get_text_config(), chat, commit or _hash_weights(Path(where), gguf))

@@ -32,9 +32,9 @@ def hf_attention(
             "this target's attention has sinks or a position bias, which the decoding engine does not implement; use another target."
         )
     if softcap is not None:
-        mixed = attend_softcapped(query, key, value, attention_mask, scaling, softcap)
+        mixed = attend_softcapped(query, key, value, attention_mask == 0, scaling, softcap)
     else:
-        mixed = attend(query, key, value, attention_mask, scaling)
+        mixed = attend(query, key, value, attention_mask.to(query.dtype), scaling)
     return mixed.transpose(1, 2).contiguous(), None
 
 
@@ -163,7 +163,9 @@ class Target:
         if "sliding_attention" in types and window is not None:
             near = key_position_BS[:, None, None, :] > position_BT[:, None, :, None] - window
             masks["sliding_attention"] = full_B1TS & near
-        return masks if self.masks_by_layer_type else masks[types.pop()]
+        # As what is added to the scores, once for all layers: a boolean mask would be turned into this in each of them.
+        added = {kind: torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, float("-inf")) for kind, mask in masks.items()}
+        return added if self.masks_by_layer_type else added[types.pop()]
 
     def _hook_layers(self) -> None:
         def keep(index: int):

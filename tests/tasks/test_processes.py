@@ -104,19 +104,23 @@ def test_a_signal_that_one_rank_gets_stops_both_behind_the_same_step(tmp_path, t
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_a_gpu_gives_the_numbers_of_the_cpu_and_resumes(tmp_path, tiny_llama, target_folders, strategy, precision):
+def test_gpus_give_the_numbers_of_the_cpu_and_resume(tmp_path, tiny_llama, target_folders, strategy, precision, ranks):
     """Losses, gradient norms (so that no strategy divides once too often) and the saved fp32 weights; stopped and resumed."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} NVIDIA GPUs")
     target = target_folders("llama")
     cpu, gpu = (make_run(tmp_path / name, tiny_llama) for name in ("cpu", "gpu"))
     trainer = {"max_steps": 6, "accumulate_grad_batches": 4}
     finish(launch(cpu, target, trainer=trainer))
-    said = finish(launch(gpu, target, 0, 9, gpu=True, trainer=trainer | {"strategy": strategy, "precision": precision}))
+    on_gpu = trainer | {"strategy": strategy, "precision": precision, "accumulate_grad_batches": 4 // ranks}
+    third_window = 8 // ranks + 1
+    said = finish(launch(gpu, target, ranks - 1, third_window, torchrun=ranks > 1, gpu=True, trainer=on_gpu))
     assert "stopped at step 4 of 6" in said
     norms = json.loads((gpu / "norms.json").read_text())
-    finish(launch(gpu, target, gpu=True, trainer=trainer | {"strategy": strategy, "precision": precision}))
+    finish(launch(gpu, target, torchrun=ranks > 1, gpu=True, trainer=on_gpu))
     norms += json.loads((gpu / "norms.json").read_text())
     exact = precision == "32-true"
     assert logged(gpu) == pytest.approx(logged(cpu), rel=2e-3 if exact else 3e-2)

