@@ -115,10 +115,11 @@ def test_nodes_that_do_not_exist_are_not_weighed(verify):
 
 
 @pytest.mark.parametrize("verify", [Rejection((1,)), TokenWise(), Block(), KSeq((1,))], ids=str)
-def test_a_token_that_its_q_excludes_is_passed_over(verify):
+@pytest.mark.parametrize("valid", [None, torch.ones(3000, 1, dtype=torch.bool)], ids=["all", "valid"])
+def test_a_token_that_its_q_excludes_is_passed_over(verify, valid):
     """As if the node did not exist: p is not spent on it."""
     rows, p = 3000, torch.tensor([0.5, 0.5, 1e-9])
-    proposal = Proposal(torch.ones(rows, 1).long(), -torch.ones(rows, 1).long(), None, torch.eye(3)[0].expand(rows, 2, 3))
+    proposal = Proposal(torch.ones(rows, 1).long(), -torch.ones(rows, 1).long(), valid, torch.eye(3)[0].expand(rows, 2, 3))
     verdict = verify(p.log().expand(rows, 2, 3), proposal, SAMPLED, streams(rows), torch.arange(rows))
     assert not verdict.accepted_B.any()
     assert chi_square(torch.bincount(verdict.said_B, minlength=3), rows * p) > 1e-3
