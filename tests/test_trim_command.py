@@ -1,6 +1,7 @@
 """`drafttrain trim` on a run folder: a run of its own that export, validate and generate take, and nothing that was there is touched."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from safetensors.torch import load_file
 from tiny_run import make_run, ragged_chats, write_store
 
 from drafttrain.cli import main
+from drafttrain.data.store import TokenStore
+from drafttrain.data.token_counts import count
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import save_drafter
 from drafttrain.recipe import load_recipe
-from drafttrain.vocab import choose
+from drafttrain.vocab import choose, describe
 
 SIZE = 200
 
@@ -85,6 +88,26 @@ def test_a_trimmed_run_is_exported_validated_and_used(copy, capsys):
     assert {name: after[name] for name in before} == before
 
 
+def test_new_answers_are_expected_without_the_knowledge_of_the_answers_left_out(copy, tiny_llama, capsys):
+    """A head that was chosen by the store's own answers has all their words; what it is expected to cover must not show that."""
+    counts = count(TokenStore.open(copy[1] / "tiny" / "data" / "train"))
+    vocabulary = choose(counts.supervised_V, 280, counts.other_V, always=tiny_llama.end_ids)
+    own = Eagle3(taps=[0, 1, 3], depth=2, draft_vocab=280).build(tiny_llama, vocabulary)
+    save_drafter(copy[1] / "tiny" / "checkpoints" / "best", own, own.config, tiny_llama.identity, {})
+    assert main(["trim", *flags(copy), "--size", "150"]) == 0
+    said = capsys.readouterr().out
+    assert counts.expected(torch.tensor([280]))[0] < 0.95 < count_among(copy, vocabulary).expected(torch.tensor([280]))[0]
+    assert f"before, {describe(vocabulary, counts)}" in said
+    kept = choose(counts.supervised_V, 150, counts.other_V, always=tiny_llama.end_ids)
+    assert f"now, {describe(kept, counts)}" in said
+    tensors = load_file(copy[1] / "tiny-150" / "checkpoints" / "best" / "drafter.safetensors")
+    assert torch.equal(torch.arange(150) + tensors["d2t"], kept.ids)
+
+
+def count_among(made, vocabulary):
+    return count(TokenStore.open(made[1] / "tiny" / "data" / "train"), vocabulary.t2d)
+
+
 def test_rows_are_the_old_ones(copy):
     assert main(["trim", *flags(copy), "--size", "0.5"]) == 0
     [place] = [path for path in copy[1].iterdir() if path.name != "tiny"]
@@ -146,12 +169,16 @@ def test_without_a_drafter_the_stage_is_named(copy, capsys):
 
 
 def test_a_killed_trim_leaves_no_run_and_the_next_one_works(copy, monkeypatch):
-    def killed(*_):
-        raise KeyboardInterrupt
+    rename = os.replace
+
+    def killed(source, place):
+        if Path(place).name == "tiny-64":  # all is written, the last step is missing
+            raise KeyboardInterrupt
+        rename(source, place)
 
     with monkeypatch.context() as patch:
-        patch.setattr("drafttrain.commands.trim.os.replace", killed)
+        patch.setattr(os, "replace", killed)
         assert main(["trim", *flags(copy), "--size", "64"]) == 130
-    assert not (copy[1] / "tiny-64").exists()
+    assert sorted(path.name for path in copy[1].iterdir()) == [".tiny-64.tmp", "tiny"]
     assert main(["trim", *flags(copy), "--size", "64"]) == 0
     assert sorted(path.name for path in copy[1].iterdir()) == ["tiny", "tiny-64"]

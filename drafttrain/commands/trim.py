@@ -12,6 +12,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from drafttrain.commands.drafts import load_draft
 from drafttrain.commands.trim_options import TrimOptions
 from drafttrain.data import token_counts
@@ -25,7 +27,7 @@ from drafttrain.recipe import Recipe
 from drafttrain.run import Run
 from drafttrain.target.load import load_target
 from drafttrain.target.target import Target
-from drafttrain.vocab import describe
+from drafttrain.vocab import Counts, choose, describe
 
 
 def run(recipe: Recipe, options: TrimOptions) -> None:
@@ -37,7 +39,7 @@ def run(recipe: Recipe, options: TrimOptions) -> None:
     target = load_target(recipe.target)
     store.require(target.identity)
     net = load_draft(draft, target)
-    counts = token_counts.count(store, net.vocabulary.t2d)
+    counts = _counts(store, net, target)
     kept = choose_kept(net, target, counts, recipe.drafter.draft_vocab, recipe.drafter.least_coverage)
     place = options.out or options.run.folder.with_name(f"{recipe.name}-{len(kept.ids)}")
     made = replace(recipe, name=place.name, drafter=replace(recipe.drafter, draft_vocab=len(kept.ids)))
@@ -48,6 +50,18 @@ def run(recipe: Recipe, options: TrimOptions) -> None:
     print(f"now, {describe(kept, counts)}")
     flags = f"--config {place / 'recipe.yaml'} --runs {place.parent}"
     print(f"{place}/: go on with `python -m drafttrain export {flags}`, then validate with the same flags")
+
+
+def _counts(store: TokenStore, net: DrafterNet, target: Target) -> Counts:
+    """Counts to choose by, among the tokens that the net can say.
+
+    If the head was chosen by these very answers, it has all words of an answer that is left out, and would be expected to cover any new
+    one. Then its tokens are the first of all in their order, and what they cover of new answers is counted in that order.
+    """
+    counts = token_counts.count(store)
+    vocabulary = net.vocabulary
+    chosen = choose(counts.supervised_V, len(vocabulary.ids), counts.other_V, always=target.end_ids)
+    return counts if torch.equal(chosen.ids, vocabulary.ids.cpu()) else token_counts.count(store, vocabulary.t2d)
 
 
 def _write(place: Path, recipe: Recipe, net: DrafterNet, target: Target, draft: Path, source: Run) -> None:

@@ -5,7 +5,7 @@
 Nothing else changes, so every logit that is left is what it was, and a draft can differ only where the old one's first choice was cut.
 What the target says stays the same in any case: it verifies every draft.
 
-Shapes: V the target's vocabulary, O tokens of the old head, N tokens that are kept.
+Shapes: O tokens of the old head, N tokens that are kept.
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.vocabulary import draft_cost
 from drafttrain.errors import UserError
 from drafttrain.target.target import Target
-from drafttrain.vocab import Counts, DraftVocabulary, Size, best_size, choose, coverage, rounded, size_for
+from drafttrain.vocab import Counts, DraftVocabulary, Size, best_size, choose, rounded, size_for
 
 HEAD = "lm_head.weight"
 
@@ -24,7 +24,7 @@ HEAD = "lm_head.weight"
 def choose_kept(net: DrafterNet, target: Target, counts: Counts, size: Size, least_coverage: float = 0.0) -> DraftVocabulary:
     """The most frequent of the tokens that the net can say, ends of turn always among them.
 
-    `counts` are counted among those tokens alone. `size` is how many, or the share of all training answers that they must cover, or
+    `counts` are counted among those tokens alone, or among all if the net's are the first in that order. `size` is how many, or the share of all training answers that they must cover, or
     "best". Raises UserError where the head has no more tokens than that, or the answers ask for tokens that it cannot say.
     """
     old = net.vocabulary.ids.cpu()
@@ -44,7 +44,7 @@ def choose_kept(net: DrafterNet, target: Target, counts: Counts, size: Size, lea
     kept = DraftVocabulary(
         old[choose(counts.supervised_V[old], wanted, counts.other_V[old], always=ends).ids], net.vocabulary.size
     )
-    reached = coverage(kept, counts.supervised_V) * int(counts.supervised_V.sum()) / max(counts.total, 1)
+    reached = int(counts.supervised_V[kept.ids].sum()) / max(counts.total, 1)
     if reached < least_coverage:
         raise UserError(
             f"{wanted:,} tokens of the trained head cover {reached:.1%} of the training answers, but drafter.init_args.least_coverage "
@@ -54,17 +54,17 @@ def choose_kept(net: DrafterNet, target: Target, counts: Counts, size: Size, lea
 
 
 def _how_many(net: DrafterNet, target: Target, counts: Counts, size: Size, least_coverage: float) -> int:
-    most = len(net.vocabulary.ids)
+    most, old_O = len(net.vocabulary.ids), counts.supervised_V[net.vocabulary.ids.cpu()]
     if size == "best":
         return best_size(counts, draft_cost(net.config, target), least_coverage, most)
     if isinstance(size, float):
-        reachable = int(counts.supervised_V.sum()) / max(counts.total, 1)
+        reachable = int(old_O.sum()) / max(counts.total, 1)
         if size > reachable:
             raise UserError(
                 f"drafter.init_args.draft_vocab asks to cover {size:.2%} of the training answers, but all {most:,} tokens of the trained "
                 f"head cover {reachable:.2%}; lower --size."
             )
-        return rounded(size_for(counts.supervised_V, size / reachable), most)
+        return rounded(size_for(old_O, size / reachable), most)
     return most if size is None else int(size)
 
 

@@ -87,12 +87,13 @@ def test_the_most_frequent_tokens_that_the_net_can_say_are_kept(tiny_llama, net)
 
 
 def test_a_share_is_one_of_all_training_answers(tiny_llama, net):
-    """Tokens that the old head cannot say count against the share, too."""
+    """Tokens that the old head cannot say count against the share, too: the smallest multiple of 64 that covers it of everything said."""
     said = torch.cat([ids[mask] for ids, mask in texts(tiny_llama)])
     counts = counts_for(tiny_llama, net.vocabulary.t2d)
-    for share in (0.3, 0.6):
-        kept = choose_kept(net, tiny_llama, counts, share)
-        assert float(kept.t2d[said].float().mean()) >= share and len(kept.ids) % 64 == 0
+    covers = {n: float(choose_kept(net, tiny_llama, counts, n).t2d[said].float().mean()) for n in (64, 128, 192)}
+    for percent in range(5, int(100 * covers[192]), 3):
+        kept = choose_kept(net, tiny_llama, counts, percent / 100)
+        assert len(kept.ids) == next(n for n, share in covers.items() if share >= percent / 100)
     with pytest.raises(UserError, match=r"asks to cover 99.90% .* cover \d\d\.\d\d%"):
         choose_kept(net, tiny_llama, counts, 0.999)
 
