@@ -4,9 +4,10 @@
 """
 
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from data_prep import show
@@ -14,6 +15,7 @@ from data_prep.engines import OpenAIServer
 from data_prep.pipeline import prepare
 from data_prep.team import Team
 from drafttrain.cli import guarded, pairs, parse
+from drafttrain.errors import UserError
 from drafttrain.files import RunLock
 from drafttrain.recipe import load_recipe
 from drafttrain.target.load import load_speaker, load_target
@@ -23,6 +25,18 @@ from drafttrain.topology import read_topology
 def main(argv: Sequence[str] | None = None) -> int:
     """Prepare the data of a recipe, or show some; returns the exit code."""
     return guarded(lambda: _main(sys.argv[1:] if argv is None else argv))
+
+
+@contextmanager
+def _explained(place: Path) -> Iterator[None]:
+    """UserError for whatever the machine refuses (quotas, file sizes, permissions, a failing disk): nothing finished is lost."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or place} could not be read or written ({error.strerror or error}); what is finished is kept: mend that "
+            "and run the same command again."
+        ) from error
 
 
 def _main(argv: Sequence[str]) -> None:
@@ -41,7 +55,7 @@ def _main(argv: Sequence[str]) -> None:
     served = isinstance(recipe.prepare.engine, OpenAIServer)
     target: Any = load_speaker(recipe.target) if served and not stored else load_target(recipe.target, topology.device)
     taps = recipe.drafter.taps_of(target) if stored else None
-    with RunLock(options.run.folder) if team.leads else nullcontext():
+    with _explained(options.run.folder), RunLock(options.run.folder) if team.leads else nullcontext():
         if team.leads:
             options.run.record("data_prep", recipe.plain(), topology.world)
         prepare(
@@ -59,7 +73,8 @@ def _main(argv: Sequence[str]) -> None:
 def _show(argv: Sequence[str]) -> None:
     options, rest = show.parse(argv)
     recipe = load_recipe(options.config, pairs(rest))[0] if options.config else None
-    show.show(options, recipe.target if recipe else None)
+    with _explained(options.file):
+        show.show(options, recipe.target if recipe else None)
 
 
 if __name__ == "__main__":

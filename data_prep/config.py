@@ -1,11 +1,15 @@
 """The recipe's `prepare:` section. Loads nothing heavy: help texts and errors are made from it."""
 
 from dataclasses import dataclass, field
+from math import inf
 
 from data_prep.engines import Engine, LocalEngine
 from data_prep.quality import QualityConfig
 from data_prep.sources import PromptSource, require
 from drafttrain.errors import UserError
+
+MOST_SAMPLES = 10_000
+"""All that is asked is listed before the first answer is made."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,13 @@ class PrepareConfig:
         )
         for name, choices in (("dedupe", ("exact", "near")), ("thoughts", ("supervised", "context")), ("turns", ("all", "last"))):
             require(getattr(self, name) in choices, f"prepare.{name}", getattr(self, name), " or ".join(choices))
-        require(self.samples >= (not self.greedy), "prepare.samples", self.samples, "at least 1, or 0 with prepare.greedy")
-        require(self.temperature >= 0, "prepare.temperature", self.temperature, "0 (greedy) or more")
+        require(
+            (not self.greedy) <= self.samples <= MOST_SAMPLES,
+            "prepare.samples",
+            self.samples,
+            f"1 to {MOST_SAMPLES:,}, or 0 with prepare.greedy",
+        )
+        require(0 <= self.temperature < inf, "prepare.temperature", self.temperature, "0 (greedy) or more")
         if self.temperature == 0 and (self.samples > 1 or self.greedy):
             raise UserError(
                 "prepare.temperature is 0, so every answer to a prompt would be the same greedy one; leave prepare.samples at 1 and "

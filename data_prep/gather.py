@@ -6,6 +6,7 @@ prompts.json                    written last: the ledger so far and what each so
 """
 
 import json
+from array import array
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +19,12 @@ from data_prep.prompt import Prompt, Work
 from data_prep.repeats import near_repeats
 from data_prep.split import hold_out, near_duplicates
 from data_prep.text import fingerprint
+from drafttrain.data.sealed import read_sealed, write_sealed
 from drafttrain.errors import UserError
-from drafttrain.files import read_json, sha256_file, write_json_atomic, write_jsonl_atomic
+from drafttrain.files import sha256_file, write_jsonl_atomic
+
+FACTS = ("read", "dropped", "notes", "sources", "sha256")
+"""Keys of prompts.json."""
 
 
 @dataclass
@@ -42,7 +47,7 @@ def gather(config: PrepareConfig, work: Work) -> Gathered:
     usable = askable(_collected(config, work, ledger, sources), work, config.max_prompt, ledger)
     if config.dedupe == "near":
         usable = _without_repeats(usable, config.near_duplicate, ledger)
-    training, held_out = hold_out(usable, config.held_out, config.seed, config.held_out_source)
+    training, held_out = hold_out(usable, config.held_out, config.seed, config.held_out_source, reasons(ledger.dropped))
     close = near_duplicates(training, held_out, config.near_duplicate)
     for prompt in training:
         if prompt.key in close:
@@ -73,20 +78,20 @@ def _collected(config: PrepareConfig, work: Work, ledger: Ledger, sources: dict[
 
 
 def askable(prompts: list[Prompt], work: Work, longest: int, ledger: Ledger) -> list[Prompt]:
-    """Prompts that are new, that the chat template takes, and that are short enough. UserError if none is."""
+    """Prompts that are new, that the chat template takes, and that are short enough; rendered. UserError if none is."""
     work.target.render([{"role": "user", "content": "Hello"}])  # no template at all: the user must hear it, not every row
     keys: set[str] = set()
     texts: set[bytes] = set()
     usable = []
     for prompt in prompts:
         text = _identity(prompt)
-        why = "id used twice" if prompt.key in keys else "duplicate" if text in texts else _unrenderable(prompt, work, longest)
-        if why:
-            ledger.drop(why, prompt.key)
+        found = "id used twice" if prompt.key in keys else "duplicate" if text in texts else _rendered(prompt, work, longest)
+        if isinstance(found, str):
+            ledger.drop(found, prompt.key)
             continue
         keys.add(prompt.key)
         texts.add(text)
-        usable.append(prompt)
+        usable.append(Prompt(prompt.key, prompt.source, prompt.messages, prompt.tools, found))
     if not usable:
         raise UserError(
             f"None of {len(prompts):,} prompts can be asked ({reasons(ledger.dropped)}); raise prepare.max_prompt, or mend the "
@@ -108,26 +113,25 @@ def _without_repeats(prompts: list[Prompt], threshold: float, ledger: Ledger) ->
     return [prompt for index, prompt in enumerate(prompts) if index not in repeats]
 
 
-def _unrenderable(prompt: Prompt, work: Work, longest: int) -> str | None:
+def _rendered(prompt: Prompt, work: Work, longest: int) -> array | str:
+    """Token ids of the first turn, or why it cannot be asked."""
     try:
         ids = work.target.render(first_turn(prompt), prompt.tools)
     except UserError:
         return "refused by the chat template"
-    return f"prompt longer than {longest} tokens" if len(ids) > longest else None
+    if not ids:
+        return "rendered to nothing by the chat template"
+    return f"prompt longer than {longest} tokens" if len(ids) > longest else array("i", ids)
 
 
 def _write(folder: Path, gathered: Gathered) -> None:
     for name, prompts in (("prompts.jsonl", gathered.training), ("held_out.jsonl", gathered.held_out)):
         write_jsonl_atomic(folder / name, map(_row, prompts))
     write_jsonl_atomic(folder / "dropped.jsonl", gathered.ledger.rows)
-    facts = {
-        "read": gathered.ledger.read,
-        "dropped": gathered.ledger.dropped,
-        "notes": gathered.ledger.notes,
-        "sources": gathered.sources,
-        "sha256": {name: sha256_file(folder / name) for name in ("prompts.jsonl", "held_out.jsonl")},
-    }
-    write_json_atomic(folder / "prompts.json", facts)
+    ledger = gathered.ledger
+    digests = {name: sha256_file(folder / name) for name in ("prompts.jsonl", "held_out.jsonl")}
+    facts = (ledger.read, ledger.dropped, ledger.notes, gathered.sources, digests)
+    write_sealed(folder / "prompts.json", dict(zip(FACTS, facts, strict=True)))
 
 
 def _row(prompt: Prompt) -> dict:
@@ -135,7 +139,8 @@ def _row(prompt: Prompt) -> dict:
 
 
 def _read(folder: Path) -> Gathered:
-    facts = read_json(folder / "prompts.json", "the list of prompts")
+    anew = "delete it and run data_prep again: it collects the prompts anew"
+    facts = read_sealed(folder / "prompts.json", "the list of prompts", anew, FACTS)
     for name, digest in facts["sha256"].items():
         if not (folder / name).exists() or sha256_file(folder / name) != digest:
             raise UserError(

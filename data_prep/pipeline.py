@@ -29,7 +29,7 @@ from data_prep.ledger import Ledger, reasons
 from data_prep.quality import QualityConfig
 from data_prep.report import write_report
 from data_prep.server import ServerEngine
-from data_prep.sources import Ask, Prompt, Work
+from data_prep.sources import Ask, Prompt, SelfPrompts, Work
 from data_prep.stamp import require_same, settings
 from data_prep.team import ALONE, Team
 from drafttrain.data.shards import ShardRecord, has_features
@@ -70,32 +70,35 @@ def prepare(
     if taps is not None:
         target.check_taps(taps)
     ask = ask or engine(target, config, say)
-    work = Work(target, ask, folder, config.chunk, say)
+    work = Work(target, ask, folder, config.chunk, say, team)
     wanted = settings(config, target)
     # Who answers may not hand out features: then the target reads the finished shards once more.
     kept = None if isinstance(ask, ServerEngine) else taps
     if not team.leads:
-        return _help(config, work, wanted, taps, kept, feature_dtype, team)
+        return _help(config, work, wanted, taps, kept, feature_dtype)
     with RunLock(folder), explain_full_disk(folder, "what is finished so far is kept."):
         remove_leftovers(folder)
         require_same(folder, wanted)
-        if all((folder / name / "manifest.json").exists() for name in ("train", "held_out")):
-            training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
-            say(f"{folder}/ is complete: {len(training):,} training chats, {len(held_out):,} held-out chats.")
-            team.announce(folder)
-            return training if taps is None else featurize(folder / "train", target, taps, feature_dtype, team, say)
-        gathered = gather(config, work)
-        say(f"{len(gathered.training):,} prompts to answer for training, {len(gathered.held_out):,} held out")
         team.announce(folder)
-        answered = _answer_all(config, work, gathered, kept, feature_dtype, team)
+        complete = all((folder / name / "manifest.json").exists() for name in ("train", "held_out"))
+        answered = Answered([]) if complete else _answer_all(config, work, _gathered(config, work), kept, feature_dtype)
         if taps is not None:
             featurize(folder / "train", target, taps, feature_dtype, team, say)
-    training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
-    if isinstance(ask, ServerEngine):
-        ask.report()
-    _report(folder, training, held_out, answered, draft_vocab, target.end_ids, say)
-    say(f"report: {write_report(folder, training, held_out, target.end_ids, draft_vocab, tap_count)}")
+        training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
+        if complete and (folder / "report" / "README.md").exists():
+            say(f"{folder}/ is complete: {len(training):,} training chats, {len(held_out):,} held-out chats.")
+            return training
+        if isinstance(ask, ServerEngine):
+            ask.report()
+        _report(folder, training, held_out, answered, draft_vocab, target.end_ids, say)
+        say(f"report: {write_report(folder, training, held_out, target.end_ids, draft_vocab, tap_count)}")
     return training
+
+
+def _gathered(config: PrepareConfig, work: Work) -> Gathered:
+    gathered = gather(config, work)
+    work.say(f"{len(gathered.training):,} prompts to answer for training, {len(gathered.held_out):,} held out")
+    return gathered
 
 
 def _help(
@@ -105,19 +108,29 @@ def _help(
     taps: tuple[int, ...] | None,
     kept: tuple[int, ...] | None,
     feature_dtype: str,
-    team: Team,
 ) -> TokenStore:
-    """What a process that does not lead does: its shards, when the leader has the prompts."""
-    folder = work.folder
+    """What a process that does not lead does: its part of the prompts that the target writes, and its shards."""
+    folder, team = work.folder, work.team
     team.await_leader(folder)
-    require_same(folder, wanted)
-    if not (folder / "train" / "manifest.json").exists():
-        with explain_full_disk(folder, "what is finished so far is kept."):
-            _answer_all(config, work, gather(config, work), kept, feature_dtype, team)
+    require_same(folder, wanted, leads=False)
+    with explain_full_disk(folder, "what is finished so far is kept."):
+        if not (folder / "train" / "manifest.json").exists():
+            _help_sampling(config, work)
+            _answer_all(config, work, gather(config, work), kept, feature_dtype)
     team.wait_until((folder / "train" / "manifest.json").exists)
     if taps is not None:
         return featurize(folder / "train", work.target, taps, feature_dtype, team, work.say)
     return TokenStore.open(folder / "train")
+
+
+def _help_sampling(config: PrepareConfig, work: Work) -> None:
+    """Returns when the leader has decided the prompts."""
+    decided = (work.folder / "prompts.json").exists
+    sources = [source.attempts(work) for source in config.prompts if isinstance(source, SelfPrompts)]
+    for number, attempts in enumerate(sources):
+        later = sources[number + 1 :]
+        attempts.help(over=lambda later=later: decided() or any(each.begun for each in later))  # type: ignore[misc]
+    work.team.wait_until(decided)
 
 
 def engine(target: Target, config: PrepareConfig, say: Callable[[str], None] = print) -> Ask:
@@ -136,12 +149,12 @@ def engine(target: Target, config: PrepareConfig, say: Callable[[str], None] = p
 
 
 def _answer_all(
-    config: PrepareConfig, work: Work, gathered: Gathered, taps: tuple[int, ...] | None, feature_dtype: str, team: Team
+    config: PrepareConfig, work: Work, gathered: Gathered, taps: tuple[int, ...] | None, feature_dtype: str
 ) -> Answered:
     """Both stores, with their manifests if this process leads; returns what the training store took."""
-    folder, hidden = work.folder, work.target.hidden
+    folder, hidden, team = work.folder, work.target.hidden, work.team
     training, greedy = _training_chunks(config, work, gathered.training, taps), Speech(0.0, 1.0, None)
-    # Held-out prompts measure: their first turn alone, whole answers, whatever they are like.
+    # Held-out prompts measure as validation asks: their first turn alone, whole answers, whatever they are like.
     first = [replace(prompt, messages=first_turn(prompt)) for prompt in gathered.held_out]
     held_out = in_chunks(_questions(work, first), config.chunk, greedy)
     rules = Rules(config.max_prompt, config.max_tokens, config.thoughts == "supervised", config.turns == "last", config.quality)
@@ -157,7 +170,10 @@ def _answer_all(
         return done
     ledger = Ledger()
     _add_shards(ledger, held_done.records)
-    _finish(work, folder / "held_out", held_done.records, ledger, None, None, {"temperature": 0.0, "top_p": 1.0}, gathered)
+    if several := sum(len(prompt.turns) > 1 for prompt in gathered.held_out):
+        ledger.notes["held-out chats of several turns: only their first question is asked, as validation does"] = several
+    said = {"temperature": 0.0, "top_p": 1.0, "turns": "first"}
+    _finish(work, folder / "held_out", held_done.records, ledger, None, None, said, gathered)
 
     ledger = gathered.ledger
     ledger.read -= len(gathered.training)  # the shards count them, once for every answer
@@ -189,7 +205,10 @@ def _training_chunks(config: PrepareConfig, work: Work, prompts: Sequence[Prompt
 
 
 def _questions(work: Work, prompts: Sequence[Prompt]) -> list[Question]:
-    return [Question(p.key, p, array("i", work.target.render(first_turn(p), p.tools))) for p in prompts]
+    """With first turns rendered; those of an earlier start are rendered again."""
+    return [
+        Question(p.key, p, array("i", work.target.render(first_turn(p), p.tools)) if p.ids is None else p.ids) for p in prompts
+    ]
 
 
 def _add_shards(ledger: Ledger, records: list[ShardRecord]) -> None:
@@ -255,6 +274,8 @@ def _report(
     """What was written, for people."""
     rows = training.manifest.rows
     say(f"{folder}/ is complete: {rows['in']:,} rows in, {rows['kept']:,} kept for training; {reasons(rows['dropped'])}")
+    for note, count in held_out.manifest.facts["notes"].items():
+        say(f"{folder / 'held_out'}/: {count:,} {note}")
     for store in (training, held_out):
         facts = store.manifest
         size = human_bytes(sum(file.stat().st_size for file in store.folder.iterdir()))

@@ -3,18 +3,21 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from data_prep.ledger import Ledger
+from data_prep.team import ALONE, Team
 from drafttrain.errors import UserError
 from drafttrain.types import Request, Rollout
 
 if TYPE_CHECKING:
     from drafttrain.target.target import Target
 
-NAME = re.compile(r"[\w.-]+")
+LONGEST_NAME = 60
+"""Letters of a source's name: files are named after it, and 60 letters of 4 bytes are as long as a file system takes."""
+NAME = re.compile(rf"[\w.-]{{1,{LONGEST_NAME}}}")
 
 
 class Ask(Protocol):
@@ -38,6 +41,8 @@ class Work:
     chunk: int
     """Requests of one unit of work."""
     say: Callable[[str], None]
+    team: Team = ALONE
+    """Which of how many processes this is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +56,18 @@ class Prompt:
     """Leading system messages, then user turns alone: the target answers each of them in order, with its own answers between."""
     tools: list[dict] | None = None
     """JSON schemas of functions that the template is given."""
+    ids: Sequence[int] | None = field(default=None, compare=False, repr=False)
+    """The first turn rendered, once it was; not written down."""
+
+    @property
+    def turns(self) -> list[str]:
+        """Text of each user turn."""
+        return [message["content"] for message in self.messages if message["role"] == "user"]
 
     @property
     def user(self) -> str:
         """Text of the user turns."""
-        return "\n".join(message["content"] for message in self.messages if message["role"] == "user")
+        return "\n".join(self.turns)
 
 
 class PromptSource(ABC):
@@ -92,7 +104,7 @@ def require_common(source: PromptSource) -> None:
         bool(NAME.fullmatch(source.name)),
         "A prompt source's name",
         repr(source.name),
-        "made of letters, digits, '_', '-' and '.'",
+        f"made of letters, digits, '_', '-' and '.', {LONGEST_NAME} at most",
     )
     require(
         source.weight is None or 0 < source.weight < float("inf"),

@@ -7,7 +7,7 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from gzip import GzipFile
+from gzip import BadGzipFile, GzipFile
 from typing import Any, BinaryIO
 
 from data_prep.dialects import Broken, Reader
@@ -36,10 +36,12 @@ class Table:
     """Number and row; a Broken in place of a row that could not be read at all."""
     form: str = f"each line must look like {EXAMPLE}"
     """How a row has to look, for the error when none is usable."""
+    stored: bool = False
+    """Whether the rows are a data folder's own."""
 
 
-def collect(table: Table, reader: Reader, count: int | None, work: Work, ledger: Ledger, stored: bool = False) -> list[Prompt]:
-    """The first `count` prompts (None = all). UserError if there is none. `stored`: the rows are a data folder's own."""
+def collect(table: Table, reader: Reader, count: int | None, work: Work, ledger: Ledger) -> list[Prompt]:
+    """The first `count` prompts (None = all). UserError if there is none."""
     prompts: list[Prompt] = []
     broken = 0
     for number, row in table.rows:
@@ -49,7 +51,7 @@ def collect(table: Table, reader: Reader, count: int | None, work: Work, ledger:
         try:
             if isinstance(row, Broken):
                 raise row
-            prompts.append(reader.stored(row) if stored else reader.prompt(number, row))
+            prompts.append(reader.stored(row) if table.stored else reader.prompt(number, row))
         except Broken as error:
             where = f"{table.place} {table.unit} {number}"
             ledger.drop(str(error), where)
@@ -83,10 +85,12 @@ def json_lines(path: str, option: str) -> Iterator[tuple[int, Any]]:
                 for number, line in _lines(file):
                     if isinstance(line, Broken) or line.strip():
                         yield number, _parsed(line)
-    except (OSError, EOFError, zlib.error) as error:
+    except (EOFError, BadGzipFile, zlib.error) as error:
         raise UserError(
-            f"{option} is {path}, which cannot be read ({getattr(error, 'strerror', None) or error}); name an existing file."
+            f"{option} is {path}, a gzipped file that is cut short or damaged ({error}); copy it anew, or give it unpacked."
         ) from None
+    except OSError as error:
+        raise UserError(f"{option} is {path}, which cannot be read ({error.strerror or error}); name an existing file.") from None
 
 
 def _lines(file: BinaryIO | GzipFile) -> Iterator[tuple[int, bytes | Broken]]:

@@ -6,18 +6,20 @@ gives what the target takes for a typical user, a seed leads it where the drafte
 
 Attempts are numbered and sampled in chunks of a fixed size, each kept in `attempts/<source>-00000.json`, and attempt 123 has
 the random stream of its key "self-000123". So a killed run goes on with the chunk that was not finished and ends with the same
-prompts.
+prompts. Several processes take turns at the chunks; the others run at most one round ahead of the leader, who judges them.
 """
 
 import random
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.prompt import Work
 from data_prep.text import fault, fingerprint, tokens_through_thought
+from drafttrain.data.sealed import read_sealed, write_sealed
 from drafttrain.errors import UserError
-from drafttrain.files import read_json, write_json_atomic
 from drafttrain.types import Request, Rollout
 
 if TYPE_CHECKING:
@@ -76,15 +78,41 @@ class Attempts:
 
     def next(self) -> list[tuple[str, str, str | None]]:
         """(key, text, None or why it is dropped) of the next chunk, in order of the attempts' numbers."""
-        path = self.work.folder / "attempts" / f"{self.source.name}-{self.chunks:05d}.json"
-        if not path.exists():
-            write_json_atomic(path, self._sample())
-        rows = read_json(path, "the sampled prompts")
+        path, team = self._path(self.chunks), self.work.team
+        if team.mine(self.chunks):
+            self._make(self.chunks)
+        team.wait_until(path.exists)
+        again = "delete it and run data_prep again: it samples these prompts anew"
+        rows = read_sealed(path, "the sampled prompts", again, keys=["rows"])["rows"]
         self.chunks += 1
         return [(row["key"], *self._judge(row)) for row in rows]
 
-    def _sample(self) -> list[dict]:
-        numbers = range(self.chunks * self.work.chunk, (self.chunks + 1) * self.work.chunk)
+    def help(self, over: Callable[[], bool]) -> None:
+        """What a process that does not lead does: its chunks, until they are not needed any more."""
+        team = self.work.team
+        chunk = team.rank
+        while True:
+            leaders = self._path(chunk - team.rank - team.world)
+            team.wait_until(lambda: chunk < team.world or leaders.exists() or over())  # noqa: B023  (called at once)
+            if over():
+                return
+            self._make(chunk)
+            chunk += team.world
+
+    @property
+    def begun(self) -> bool:
+        """Whether the first chunk is there."""
+        return self._path(0).exists()
+
+    def _path(self, chunk: int) -> Path:
+        return self.work.folder / "attempts" / f"{self.source.name}-{chunk:05d}.json"
+
+    def _make(self, chunk: int) -> None:
+        if not self._path(chunk).exists():
+            write_sealed(self._path(chunk), {"rows": self._sample(chunk)})
+
+    def _sample(self, chunk: int) -> list[dict]:
+        numbers = range(chunk * self.work.chunk, (chunk + 1) * self.work.chunk)
         requests = [self._request(number) for number in numbers]
         rollouts = self.work.ask(requests, self.source.temperature, self.source.top_p, None)
         said = {rollout.key: rollout for rollout in rollouts}
@@ -94,6 +122,11 @@ class Attempts:
         key = f"{self.source.name}-{number:06d}"
         messages = self.seeds.chat(number, key) if self.seeds else None
         opening = tuple(self.work.target.render(messages) if messages else self.prefix)
+        if not opening:
+            raise UserError(
+                f"the chat template of {self.work.target.identity.path} writes nothing before what "
+                f"{'it is asked' if messages else 'a user says'}, so the target cannot write prompts for itself; use prompts from a file."
+            )
         if len(opening) + self.source.max_tokens > self.work.target.max_positions:
             raise UserError(
                 f"SelfPrompts.max_tokens is {self.source.max_tokens} after an opening of {len(opening)} tokens, but the target "

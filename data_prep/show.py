@@ -5,12 +5,13 @@ shown). Nothing of a target but its tokenizer is loaded, and never code of its o
 """
 
 import argparse
+import gzip
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, NoReturn
 from unicodedata import category
@@ -18,6 +19,8 @@ from unicodedata import category
 from rich.console import Console
 from rich.text import Text
 
+from data_prep.dialects import LEADING, Broken, content_of, role_of, tools_of
+from data_prep.rows import GZIP, json_lines
 from drafttrain.data.store import TokenStore
 from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
@@ -29,11 +32,8 @@ SUPERVISED = "bold black on green"
 OPEN, CLOSE = "⟦", "⟧"
 """Around supervised stretches where there is no colour."""
 STORED = "token store"
-ROLES = {
-    "human": "user", "user": "user", "system": "system", "tool": "tool", "observation": "tool", "function_response": "tool",
-    "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant", "function_call": "assistant",
-}  # fmt: skip
-"""`from` of ShareGPT rows -> role."""
+ALL_BROKEN = 1000
+"""Lines without JSON, after which a file is taken for something else."""
 FORMS = '{"messages": [{"role": ..., "content": ...}]} or {"conversations": [{"from": ..., "value": ...}]}'
 
 
@@ -124,45 +124,28 @@ def _masked(options: argparse.Namespace, target: TargetConfig | None) -> Iterato
 
 
 def rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """Number (from 1; of the line in JSONL) and content of each row; a UserError in place of a line that is no JSON."""
+    """Number (from 1; of the line in JSONL) and content of each row; a Broken in place of a line that is no JSON. UserError."""
+    lines = json_lines(str(file), "FILE")
+    first = next(lines, None)
+    if first is None:
+        return
+    if isinstance(first[1], list | Broken) and (value := _one_value(file)) is not None:
+        yield from enumerate(value, 1) if isinstance(value, list) and not _is_chat(value) else [(1, value)]
+        return
+    head = [first]
+    while isinstance(head[-1][1], Broken) and len(head) < ALL_BROKEN and (following := next(lines, None)) is not None:
+        head.append(following)
+    if isinstance(head[-1][1], Broken):
+        raise UserError(f"{file} is not JSON ({head[-1][1]}); give a JSONL file with rows like {FORMS}.")
+    yield from chain(head, lines)
+
+
+def _one_value(file: Path) -> Any:
+    """The content of a file that is one JSON value over all its lines; None for others."""
+    with open(file, "rb") as plain:
+        packed = plain.read(len(GZIP)) == GZIP
     try:
-        with open(file, encoding="utf-8-sig") as lines:
-            first = next((line for line in lines if line.strip()), "")
-            lines.seek(0)
-            if first.lstrip().startswith("[") or _parsed(first) is None:
-                whole = lines.read()
-            else:
-                whole = None
-                for number, line in enumerate(lines, 1):
-                    if line.strip():
-                        row = _parsed(line)
-                        yield number, UserError("it is not JSON.") if row is None else row
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
-        raise UserError(f"{file} cannot be read ({why}); give a JSONL file of chats.") from None
-    if whole is not None and whole.strip():
-        yield from _rows_of_text(file, whole)
-
-
-def _rows_of_text(file: Path, whole: str) -> Iterator[tuple[int, Any]]:
-    """Rows of one JSON value, or of lines that are lists of messages."""
-    value = _parsed(whole)
-    if value is None:
-        lines = [(number, line) for number, line in enumerate(whole.splitlines(), 1) if line.strip()]
-        found = [(number, _parsed(line)) for number, line in lines]
-        if all(row is None for _, row in found):
-            raise UserError(f"{file} is not JSON; give a JSONL file with rows like {FORMS}.")
-        yield from ((number, UserError("it is not JSON.") if row is None else row) for number, row in found)
-    elif isinstance(value, list) and not _is_chat(value):
-        yield from enumerate(value, 1)
-    else:
-        yield 1, value
-
-
-def _parsed(text: str) -> Any:
-    """The JSON value, or None."""
-    try:
-        return json.loads(text)
+        return json.loads((gzip.decompress(file.read_bytes()) if packed else file.read_bytes()).decode("utf-8-sig"))
     except (ValueError, RecursionError):
         return None
 
@@ -173,27 +156,28 @@ def _is_chat(value: list) -> bool:
 
 def chat_of(row: Any) -> tuple[list[dict], list[dict] | None]:
     """Messages and tools of a row. Raises UserError if it holds none."""
-    if isinstance(row, UserError):
-        raise row
-    tools = row.get("tools") if isinstance(row, dict) else None
+    if isinstance(row, Broken):
+        raise UserError(f"it is {row}; leave it out or mend it.")
+    tools, system = (row.get("tools"), row.get("system")) if isinstance(row, dict) else (None, None)
     if isinstance(row, dict):
         row = next((row[name] for name in ("messages", "conversations", "conversation") if row.get(name)), None)
     if not isinstance(row, list) or not _is_chat(row):
         raise UserError(f"it holds no chat; a row looks like {FORMS}.")
-    if isinstance(tools, str):
-        tools = _parsed(tools)
-    return [_message(message) for message in row], tools or None
+    try:
+        messages = [_message(message) for message in row]
+        if isinstance(system, str) and system and messages[0]["role"] not in LEADING:
+            messages.insert(0, {"role": "system", "content": system})
+        return messages, tools_of(tools)
+    except Broken as error:
+        raise UserError(f"it has {error}; mend it.") from None
 
 
 def _message(message: dict) -> dict:
-    """A message as templates read it, from either form."""
+    """A message as templates read it, from either form; a `role` is left as it is, for the template to judge. Raises Broken."""
     if "role" in message:
         return message
-    sender = message["from"]
-    if sender not in ROLES:
-        raise UserError(f"a turn is from {sender!r}, which is no known role; use one of {', '.join(ROLES)}.")
     others = {key: value for key, value in message.items() if key not in ("from", "value")}
-    return {"role": ROLES[sender], "content": message.get("value"), **others}
+    return {"role": role_of(message), "content": content_of(message), **others}
 
 
 # --- chats from a store -------------------------------------------------------------------------------------------------------
@@ -208,6 +192,9 @@ def _stored(options: argparse.Namespace, target: TargetConfig | None) -> Iterato
     ):
         if given:
             raise UserError(f"{options.file}/ is a token store, whose mask is finished, so {flag} says nothing; leave it out.")
+    inside = [options.file / name for name in ("train", "held_out") if (options.file / name / "manifest.json").exists()]
+    if inside and not (options.file / "manifest.json").exists():
+        raise UserError(f"{options.file}/ is a data folder, not a token store; give {' or '.join(map(str, inside))}.")
     store = TokenStore.open(options.file)
     made = store.manifest.identity.path
     tokenizer = load_template(_wanted(options, target or TargetConfig(made)), None).tokenizer

@@ -5,16 +5,19 @@ always the target's own. `dialects.py` says which forms of a chat are read, `row
 """
 
 import re
+from abc import abstractmethod
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from data_prep.dataset_rows import content_of, load, rows_of
 from data_prep.dialects import FIELDS, Reader
 from data_prep.ledger import Ledger, reasons
-from data_prep.prompt import Ask, Prompt, PromptSource, Work, require, require_common
+from data_prep.prompt import LONGEST_NAME, Ask, Prompt, PromptSource, Work, require, require_common
 from data_prep.rows import EXAMPLE, Table, collect, json_lines
 from data_prep.selfprompt import Attempts, Seeds, read_topics
+from drafttrain.data.sealed import read_sealed
 from drafttrain.data.store import Manifest
 from drafttrain.errors import UserError
 from drafttrain.files import sha256_file
@@ -53,7 +56,7 @@ class SelfPrompts(PromptSource):
         for name in ("count", "max_tokens", "min_words", "attempts_per_prompt"):
             require(getattr(self, name) >= 1, f"SelfPrompts.{name}", getattr(self, name), "at least 1")
         require_common(self)
-        require(self.temperature > 0, "SelfPrompts.temperature", self.temperature, "above 0")
+        require(0 < self.temperature < inf, "SelfPrompts.temperature", self.temperature, "above 0")
         require(0 < self.top_p <= 1, "SelfPrompts.top_p", self.top_p, "above 0 and at most 1 (1 = off)")
         for name in ("topics", "examples"):
             require(
@@ -68,10 +71,14 @@ class SelfPrompts(PromptSource):
     def content(self) -> dict[str, str]:
         return {} if self.topics_file is None else {"topics (sha256)": _sha256(self.topics_file, "SelfPrompts.topics_file")}
 
+    def attempts(self, work: Work) -> Attempts:
+        """What the target writes, chunk by chunk. UserError if the topics cannot be read."""
+        topics = self.topics if self.topics_file is None else read_topics(self.topics_file)
+        return Attempts(self, work, Seeds(topics, self.examples))
+
     def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
         prompts: list[Prompt] = []
-        topics = self.topics if self.topics_file is None else read_topics(self.topics_file)
-        attempts = Attempts(self, work, Seeds(topics, self.examples))
+        attempts = self.attempts(work)
         limit = self.count * self.attempts_per_prompt
         while len(prompts) < self.count:
             if ledger.read >= limit:
@@ -93,52 +100,11 @@ class SelfPrompts(PromptSource):
 
 
 @dataclass(frozen=True)
-class JsonlPrompts(PromptSource):
-    """Prompts from a file with one JSON object a line: `messages`, ShareGPT `conversations`, `prompt`, or `turns`. May be gzipped."""
+class RowPrompts(PromptSource):
+    """Prompts from the rows of something that lies at a path."""
 
     path: str
-    """The file."""
-    count: int | None = None
-    """Most prompts to take, from the beginning; null = all."""
-    name: str = ""
-    """Name of the source, and beginning of its prompts' keys; empty = the file's name."""
-    turns: int | None = None
-    """Most user turns of a chat to keep; null = all."""
-    weight: float | None = None
-    """Share in the mix, relative to the other sources' weights; null = all that there are."""
-
-    def __post_init__(self) -> None:
-        _name_after(self, self.path.removesuffix(".gz"))
-        require_common(self)
-
-    def decides(self) -> dict[str, Any]:
-        return _without_path(self)
-
-    def content(self) -> dict[str, str]:
-        return {"content (sha256)": _sha256(self.path, "JsonlPrompts.path")}
-
-    def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
-        form = f"each line must look like {EXAMPLE} (DatasetPrompts reads a file that is one JSON array)"
-        table = Table(self.path, "line", json_lines(self.path, "JsonlPrompts.path"), form)
-        return collect(table, Reader(self.name, self.turns), self.count, work, ledger)
-
-
-@dataclass(frozen=True)
-class DatasetPrompts(PromptSource):
-    """Prompts from a data set that Hugging Face `datasets` loads: a name on the Hub, a folder or a file."""
-
-    path: str
-    """owner/name on the Hub, or a folder or file here (JSON, Parquet, Arrow, CSV, or made by `save_to_disk`)."""
-    config_name: str | None = None
-    """Which of a data set's configurations; null = its only one."""
-    split: str = "train"
-    """Which split."""
-    revision: str | None = None
-    """Branch, tag or commit on the Hub; null = the newest. With a full commit hash a restart needs no network to know it."""
-    streaming: bool = True
-    """Read rows as they arrive; false = have `datasets` download and convert everything first, and keep it in its cache."""
-    columns: dict[str, str] = field(default_factory=dict)
-    """Our name -> the data set's column, for other names than ours: {prompt: question}. Then nothing else is read."""
+    """Where the rows are."""
     count: int | None = None
     """Most prompts to take, from the beginning; null = all."""
     name: str = ""
@@ -149,46 +115,79 @@ class DatasetPrompts(PromptSource):
     """Share in the mix, relative to the other sources' weights; null = all that there are."""
 
     def __post_init__(self) -> None:
-        _name_after(self, self.path)
+        require(bool(self.path.strip()), f"{type(self).__name__}.path", repr(self.path), "where the prompts are")
+        if not self.name:
+            object.__setattr__(self, "name", _name_after(self.path))
         require_common(self)
+
+    @abstractmethod
+    def table(self, work: Work) -> Table:
+        """The rows. UserError if they cannot be had."""
+
+    def decides(self) -> dict[str, Any]:
+        # Rows are known by their content, wherever they lie.
+        return {name: value for name, value in vars(self).items() if name != "path"}
+
+    def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
+        return collect(self.table(work), Reader(self.name, self.turns), self.count, work, ledger)
+
+
+@dataclass(frozen=True)
+class JsonlPrompts(RowPrompts):
+    """Prompts from a file with one JSON object a line: `messages`, ShareGPT `conversations`, `prompt`, or `turns`. May be gzipped."""
+
+    def content(self) -> dict[str, str]:
+        return {"content (sha256)": _sha256(self.path, "JsonlPrompts.path")}
+
+    def table(self, work: Work) -> Table:
+        form = f"each line must look like {EXAMPLE} (DatasetPrompts reads a file that is one JSON array)"
+        return Table(self.path, "line", json_lines(self.path, "JsonlPrompts.path"), form)
+
+
+@dataclass(frozen=True)
+class DatasetPrompts(RowPrompts):
+    """Prompts from a data set that Hugging Face `datasets` loads: its path is owner/name on the Hub, or a folder or file here (JSON,
+    Parquet, Arrow, CSV, or made by `save_to_disk`)."""
+
+    config_name: str | None = None
+    """Which of a data set's configurations; null = its only one."""
+    split: str = "train"
+    """Which split."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub; null = the newest. With a full commit hash a restart needs no network to know it."""
+    streaming: bool = True
+    """Read rows as they arrive; false = have `datasets` download and convert everything first, and keep it in its cache."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Our name -> the data set's column, for other names than ours: {prompt: question}. Then nothing else is read."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         wrong = [ours for ours, theirs in self.columns.items() if ours not in FIELDS or not isinstance(theirs, str)]
         require(not wrong, "DatasetPrompts.columns", self.columns, f"names of columns for some of {', '.join(FIELDS)}")
 
     def decides(self) -> dict[str, Any]:
-        # Neither where a copy lies nor how its rows come here changes what they are; a branch is known by its commit.
-        return {name: value for name, value in _without_path(self).items() if name not in ("streaming", "revision")}
+        # How rows come here does not change what they are, and a branch is known by its commit.
+        return {name: value for name, value in super().decides().items() if name not in ("streaming", "revision")}
 
     def content(self) -> dict[str, str]:
         return content_of(self.path, self.revision)
 
-    def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
+    def table(self, work: Work) -> Table:
         dataset = load(self.path, self.config_name, self.split, self.revision, self.streaming)
         form = "say where its prompts are with DatasetPrompts.columns, such as {prompt: question}"
-        table = Table(self.path, "row", rows_of(dataset, self.path, self.columns), form)
-        return collect(table, Reader(self.name, self.turns), self.count, work, ledger)
+        return Table(self.path, "row", rows_of(dataset, self.path, self.columns), form)
 
 
 @dataclass(frozen=True)
-class StorePrompts(PromptSource):
-    """The prompts of a token store that another run made, to be answered by this target. Its answers are not used.
+class StorePrompts(RowPrompts):
+    """The prompts of a token store that another run made (runs/NAME/data/train or .../held_out), answered anew by this target.
 
     They are taken as text from the `prompts.jsonl` (`held_out.jsonl`) beside the store and rendered anew, so the target, tokenizer
     and template of that run do not matter: only where prompts would have to be read back from tokens would they.
     """
 
-    path: str
-    """The store: runs/NAME/data/train or runs/NAME/data/held_out."""
-    count: int | None = None
-    """Most prompts to take, from the beginning; null = all."""
     name: str = "store"
     """Name of the source, and beginning of its prompts' keys."""
-    turns: int | None = None
-    """Most user turns of a chat to keep; null = all."""
-    weight: float | None = None
-    """Share in the mix, relative to the other sources' weights; null = all that there are."""
-
-    def __post_init__(self) -> None:
-        require_common(self)
 
     @property
     def written(self) -> Path:
@@ -207,31 +206,36 @@ class StorePrompts(PromptSource):
             )
         return found
 
-    def decides(self) -> dict[str, Any]:
-        return _without_path(self)
-
     def content(self) -> dict[str, str]:
         return {"content (sha256)": _sha256(str(self.written), "StorePrompts.path")}
 
-    def collect(self, work: Work, ledger: Ledger) -> list[Prompt]:
-        written = str(self.written)
+    def table(self, work: Work) -> Table:
+        written = self.written
+        if not _as_written(written):
+            work.say(f"{written}: not as data_prep wrote it (cut short, or changed since); its rows are taken as they are")
         made, here = Manifest.read(Path(self.path)).identity, work.target.identity
         if (made.tokenizer, made.template) != (here.tokenizer, here.template):
             work.say(
                 f"{self.path}: made with another tokenizer or template ({made.path}); its prompts are rendered anew for this target"
             )
-        table = Table(written, "line", json_lines(written, "StorePrompts.path"), "a data folder's own file has keys and messages")
-        return collect(table, Reader(self.name, self.turns), self.count, work, ledger, stored=True)
+        form = "a data folder's own file has keys and messages"
+        return Table(str(written), "line", json_lines(str(written), "StorePrompts.path"), form, stored=True)
 
 
-def _name_after(source: JsonlPrompts | DatasetPrompts, path: str) -> None:
-    if not source.name:
-        object.__setattr__(source, "name", re.sub(r"[^\w.-]+", "_", Path(path).stem if Path(path).suffix else Path(path).name))
+def _as_written(file: Path) -> bool:
+    """Whether the file is the one that `prompts.json` beside it speaks of; True where there is none to ask."""
+    facts = file.parent / "prompts.json"
+    if not facts.exists():
+        return True
+    digests = read_sealed(facts, "the list of prompts", "copy the data folder anew, or delete that file to go on without it")[
+        "sha256"
+    ]
+    return digests.get(file.name) == sha256_file(file)
 
 
-def _without_path(source: PromptSource) -> dict[str, Any]:
-    """A file is known by its content, wherever it lies."""
-    return {name: value for name, value in vars(source).items() if name != "path"}
+def _name_after(path: str) -> str:
+    place = Path(path.removesuffix(".gz"))
+    return re.sub(r"[^\w.-]+", "_", place.stem if place.suffix else place.name)[:LONGEST_NAME]
 
 
 def _sha256(path: str, option: str) -> str:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from drafttrain.data.features import encode
+from drafttrain.data.sealed import read_sealed, unreadable, write_sealed
 from drafttrain.errors import UserError
-from drafttrain.files import read_json, sha256_file, write_json_atomic, write_tensors_atomic
+from drafttrain.files import sha256_file, write_tensors_atomic
 from drafttrain.types import Features
 
 
@@ -98,7 +99,7 @@ def write_shard(
         files[features_name(index)] = _write_features(folder, index, kept, feature_dtype, taps)
     supervised = sum(int(chat.supervised.sum()) for chat in chats)
     record = ShardRecord([chat.key for chat in chats], files, dict(rows), int(lengths.sum()), supervised)
-    write_json_atomic(folder / record_name(index), record.__dict__)
+    write_sealed(folder / record_name(index), record.__dict__)
     return record
 
 
@@ -111,10 +112,10 @@ def add_features(
     """
     bare = {name: facts for name, facts in record.files.items() if name != features_name(index)}
     if bare != record.files:
-        write_json_atomic(folder / record_name(index), {**record.__dict__, "files": bare})
+        write_sealed(folder / record_name(index), {**record.__dict__, "files": bare})
     files = bare if not features else bare | {features_name(index): _write_features(folder, index, features, dtype, taps)}
     made = replace(record, files=files)
-    write_json_atomic(folder / record_name(index), made.__dict__)
+    write_sealed(folder / record_name(index), made.__dict__)
     return made
 
 
@@ -137,11 +138,15 @@ def _write_features(
 
 
 def read_record(folder: Path, index: int) -> ShardRecord | None:
-    """The record of a finished shard, None if the shard is not finished. UserError if a file of it is missing or cut short."""
+    """The record of a finished shard, None if the shard is not finished. UserError if it or a file of it is missing or damaged."""
     path = folder / record_name(index)
     if not path.exists():
         return None
-    record = ShardRecord(**read_json(path, "the shard"))
+    values = read_sealed(path, "the shard", _made_anew(folder, index))
+    try:
+        record = ShardRecord(**values)
+    except TypeError:
+        raise unreadable(path, "its keys are not those of a shard", _made_anew(folder, index)) from None
     for name, facts in record.files.items():
         file = folder / name
         size = file.stat().st_size if file.exists() else 0
@@ -157,7 +162,11 @@ def verify(folder: Path, index: int, record: ShardRecord, name: str) -> None:
 
 
 def damaged(file: Path, index: int, why: str) -> UserError:
-    return UserError(
-        f"{file} is damaged ({why}); delete {file.parent / record_name(index)} and {file.parent / 'manifest.json'} and run "
-        "data_prep again: it makes this shard anew and keeps the others."
+    return unreadable(file, why, _made_anew(file.parent, index))
+
+
+def _made_anew(folder: Path, index: int) -> str:
+    return (
+        f"delete {folder / record_name(index)} and {folder / 'manifest.json'} and run data_prep again: it makes this shard anew and "
+        "keeps the others"
     )

@@ -17,15 +17,16 @@ from safetensors import safe_open
 from torch import Tensor
 
 from drafttrain.data.features import decode
-from drafttrain.data.shards import Chat, ShardRecord, features_name, read_record, tokens_name, verify
+from drafttrain.data.sealed import read_sealed, unreadable, write_sealed
+from drafttrain.data.shards import Chat, ShardRecord, damaged, features_name, read_record, record_name, tokens_name, verify
 from drafttrain.errors import UserError
-from drafttrain.files import read_json, write_json_atomic
 from drafttrain.target.identity import differences
 from drafttrain.types import Features, Identity, Request
 
 __all__ = ["Chat", "Manifest", "TokenStore"]
 
 FORMAT = 1
+ANEW = "delete it and run data_prep again: it keeps the finished shards and writes the manifest anew"
 OPEN_FILES = 64
 """Most shard files kept mapped at once."""
 
@@ -50,21 +51,24 @@ class Manifest:
         """Finishes a store. ValueError if the ledger does not add up: that is a fault of the program."""
         if self.rows["in"] != self.rows["kept"] + sum(self.rows["dropped"].values()):
             raise ValueError(f"the ledger does not add up: {self.rows}")
-        write_json_atomic(folder / "manifest.json", {"format": FORMAT, **asdict(self)})
+        write_sealed(folder / "manifest.json", {"format": FORMAT, **asdict(self)})
 
     @staticmethod
     def read(folder: Path) -> "Manifest":
-        """UserError if the store is missing, not finished or of another format."""
+        """UserError if the store is missing, not finished, damaged or of another format."""
         path = folder / "manifest.json"
         if not path.exists():
             state = "is not finished: it has no manifest.json" if folder.exists() else "does not exist"
             raise UserError(f"{folder}/ {state}. Run `python -m data_prep` with this recipe; it goes on where it stopped.")
-        values = read_json(path, "the token store")
+        values = read_sealed(path, "the token store", ANEW)
         if values.pop("format", None) != FORMAT:
             raise UserError(
                 f"{path} is not of format {FORMAT}, which this version reads; delete the folder and run data_prep again."
             )
-        return Manifest(Identity(**values.pop("identity")), **values)
+        try:
+            return Manifest(Identity(**values.pop("identity")), **values)
+        except (TypeError, KeyError):
+            raise unreadable(path, "its keys are not those of a manifest", ANEW) from None
 
 
 class TokenStore:
@@ -98,6 +102,8 @@ class TokenStore:
             verify(folder, index, record, tokens_name(index))
             with safe_open(folder / tokens_name(index), "pt") as file:
                 lengths.append(file.get_tensor("offsets").diff().numpy())
+            if len(lengths[-1]) != len(record.keys):
+                raise damaged(folder / record_name(index), index, f"{len(record.keys)} keys of {len(lengths[-1])} chats")
             records.append(record)
         return TokenStore(folder, manifest, records, lengths)
 

@@ -27,9 +27,8 @@ class ChatTemplate:
                 messages, tools=tools, tokenize=False, add_generation_prompt=generation_prompt, **self.arguments
             )
         except Exception as error:  # templates raise whatever they like
-            raise UserError(
-                f"the chat template of {self.path} refused a chat ({str(error).splitlines()[0]}); check its roles and contents."
-            ) from error
+            why = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            raise UserError(f"the chat template of {self.path} refused a chat ({why}); check its roles and contents.") from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of rendered text (the template writes its own special tokens)."""

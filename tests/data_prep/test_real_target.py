@@ -98,7 +98,7 @@ def test_target_writes_its_own_prompts(tiny_llama, tmp_path):
     settings = PrepareConfig([source], slots=5)
     ask = engine(tiny_llama, settings)
     attempts = Attempts(source, Work(tiny_llama, ask, tmp_path, 12, print)).next()
-    rows = json.loads((tmp_path / "attempts" / "self-00000.json").read_text())
+    rows = json.loads((tmp_path / "attempts" / "self-00000.json").read_text())["rows"]
     assert [key for key, _, _ in attempts] == [row["key"] for row in rows] == [f"self-{i:06d}" for i in range(12)]
     for row, (key, _, why) in zip(rows, attempts, strict=True):
         assert (why == "did not end within 60 tokens") == (row["ids"][-1] not in tiny_llama.end_ids) and why

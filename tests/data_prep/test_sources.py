@@ -130,10 +130,10 @@ def test_gzipped_files_are_read_and_damaged_ones_refused(tmp_path, work, ledger)
     found = JsonlPrompts(str(path), count=2).collect(work, ledger)
     assert [p.key for p in found] == ["some-000001", "some-000002"]
     path.write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match=r"JsonlPrompts.path is .*gz, which cannot be read \(.*ended"):
+    with pytest.raises(UserError, match=r"JsonlPrompts.path is .*gz, a gzipped file that is cut short or damaged \(.*ended"):
         JsonlPrompts(str(path)).collect(work, ledger)
     path.write_bytes(data[:10] + b"nonsense")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(UserError, match="cut short or damaged"):
         JsonlPrompts(str(path)).collect(work, ledger)
 
 
@@ -316,7 +316,10 @@ def test_seeds_too_long_for_the_window_are_refused(work, ledger):
     [
         (lambda: SelfPrompts(count=0), "SelfPrompts.count is 0; it must be at least 1"),
         (lambda: SelfPrompts(count=1, temperature=0.0), "SelfPrompts.temperature is 0.0; it must be above 0"),
+        (lambda: SelfPrompts(count=1, temperature=float("inf")), "SelfPrompts.temperature is inf"),
         (lambda: SelfPrompts(count=1, name="a/b"), "'a/b'; it must be made of letters"),
+        (lambda: SelfPrompts(count=1, name="a" * 61), "'-' and '.', 60 at most"),
+        (lambda: JsonlPrompts(" "), "JsonlPrompts.path is ' '; it must be where the prompts are"),
         (lambda: JsonlPrompts("x.jsonl", count=0), "JsonlPrompts.count is 0"),
         (lambda: JsonlPrompts("x.jsonl", turns=0), "JsonlPrompts.turns is 0"),
         (lambda: JsonlPrompts("x.jsonl", weight=0.0), "JsonlPrompts.weight is 0.0; it must be above 0"),
@@ -336,6 +339,8 @@ def test_seeds_too_long_for_the_window_are_refused(work, ledger):
         (lambda: PrepareConfig([SelfPrompts(1)], near_duplicate=0.0), "prepare.near_duplicate is 0.0"),
         (lambda: PrepareConfig([SelfPrompts(1)], top_p=1.5), "prepare.top_p is 1.5"),
         (lambda: PrepareConfig([SelfPrompts(1)], temperature=-1.0), "prepare.temperature is -1.0"),
+        (lambda: PrepareConfig([SelfPrompts(1)], temperature=float("inf")), "prepare.temperature is inf"),
+        (lambda: PrepareConfig([SelfPrompts(1)], samples=10**12), "prepare.samples is 1000000000000; it must be 1 to 10,000"),
         (lambda: PrepareConfig([SelfPrompts(1)], chunk=0), "prepare.chunk is 0"),
     ],
 )

@@ -60,6 +60,22 @@ def test_near_duplicates_equal_the_plain_definition():
         assert set(near_duplicates(train, held, threshold)) == plain
 
 
+def test_a_first_turn_that_is_measured_does_not_stand_in_training():
+    """Held-out chats are asked their first question only; training chats of several turns ask each of theirs."""
+    held = [
+        Prompt("h", "s", [{"role": "user", "content": text} for text in ("what is a red fox", "and where do they live by night")])
+    ]
+    turns = {
+        "same question": ["What is a red fox?"],
+        "the whole chat": ["what is a red fox", "and where do they live by night"],
+        "in a later turn": ["tell me about all the animals", "what is a red fox"],
+        "as its second question": ["and where do they live by night", "what do they eat then"],
+        "other": ["what is a blue whale"],
+    }
+    train = [Prompt(key, "s", [{"role": "user", "content": text} for text in texts]) for key, texts in turns.items()]
+    assert list(near_duplicates(train, held, 0.7)) == ["same question", "the whole chat", "in a later turn"]
+
+
 def test_near_duplicates_of_ten_thousand_in_seconds():
     rng = random.Random(0)
     train = [prompt(f"t{i}", "please tell me about " + " ".join(sentence(rng, 40))) for i in range(10_000)]

@@ -70,3 +70,4 @@ def test_damaged_rows_are_named(data, tmp_path, work, ledger, said):
     source = StorePrompts(str(tmp_path / "data" / "train"))
     assert len(source.collect(work, ledger)) == 4 and source.content() != before
     assert ledger.dropped == {"not JSON": 1, "no list of messages": 1} and f"{path} line 1: not JSON; left out" in said
+    assert said[0] == f"{path}: not as data_prep wrote it (cut short, or changed since); its rows are taken as they are"
