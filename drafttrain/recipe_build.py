@@ -63,7 +63,8 @@ def describe(hint: Any) -> str:
     if hint is type(None):
         return "null"
     if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(map(str, typing.get_args(hint)))
+        words = list(map(str, typing.get_args(hint)))
+        return words[0] if len(words) == 1 else "one of " + ", ".join(words)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(map(describe, arguments))

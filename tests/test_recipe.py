@@ -171,7 +171,7 @@ def test_a_class_of_the_wrong_kind_is_refused(base):
         ("drafter.init_args.taps", "3", "a list of int, got 3 (int)"),
         ("drafter.init_args.depth", "true", "int, got True (bool)"),
         ("target.trust_remote_code", "3", "bool, got 3 (int)"),
-        ("drafter.init_args.draft_vocab", "many", "int or float or null, got 'many' (str)"),
+        ("drafter.init_args.draft_vocab", "many", "int or float or best or null, got 'many' (str)"),
         ("optimizer", "3", "keys (lr,"),
         ("prepare.prompts", "3", "a list of prompt sources"),
         ("trainer", "3", "keys and values, got 3 (int)"),

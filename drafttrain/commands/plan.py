@@ -10,7 +10,9 @@ from drafttrain.data.features import feature_bytes
 from drafttrain.data.packing import RowPlan, read_chats
 from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import Share, plan_arithmetic
+from drafttrain.data.token_counts import count
 from drafttrain.drafters.base import DrafterNet
+from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.errors import UserError
 from drafttrain.files import human_bytes
 from drafttrain.options import Options
@@ -21,7 +23,7 @@ from drafttrain.target.target import Target
 from drafttrain.topology import Topology, read_topology, uses_deepspeed
 from drafttrain.trainer_section import trainer_arguments
 from drafttrain.types import Identity
-from drafttrain.vocab import DraftVocabulary, choose
+from drafttrain.vocab import DraftVocabulary
 
 ADAM_BYTES = 8
 """Two fp32 averages of every trained weight."""
@@ -44,10 +46,10 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> list[str]:
     lines = [f"run folder: {run.folder}/", f"processes: {topology}", *_steps(recipe, store, topology, positions)]
     if target is None:
         return [*lines, f"parameters and bytes: not known, because the target's config cannot be read ({reason})"]
-    vocabulary = _vocabulary(recipe, target, store)
+    vocabulary, said = _vocabulary(recipe, target, store)
     with torch.device("meta"):
         net = recipe.drafter.build(target, vocabulary)
-    return [*lines, *_disk(recipe, store, target, net), *_device(recipe, topology, target, net)]
+    return [*lines, *said, *_disk(recipe, store, target, net), *_device(recipe, topology, target, net)]
 
 
 def outline(recipe: Recipe) -> tuple[Target | None, str]:
@@ -72,16 +74,21 @@ def outline(recipe: Recipe) -> tuple[Target | None, str]:
     return Target(model, SimpleNamespace(tokenizer=None), identity, ()), ""  # type: ignore[arg-type]
 
 
-def _vocabulary(recipe: Recipe, target: Target, store: TokenStore | None) -> DraftVocabulary:
-    """A draft vocabulary of the right size; which tokens are in it, and how many where a coverage is asked for, is known after data_prep."""
+def _vocabulary(recipe: Recipe, target: Target, store: TokenStore | None) -> tuple[DraftVocabulary, list[str]]:
+    """The draft vocabulary and its arithmetic. Before data_prep it is one of the right size, or a full one where counts decide the size."""
+    if store is not None and store.manifest.identity.vocab == target.vocab:
+        return choose_vocabulary(recipe.drafter, target, count(store))
     size = recipe.drafter.draft_vocab
-    if isinstance(size, float):
-        size = None if store is None else len(choose(store.counts()[0], size).ids)
-    if size is not None and size > target.vocab:
+    if not isinstance(size, int):
+        known = (
+            "all tokens of the target" if size is None else f"{size}, a size that is known after data_prep; all tokens until then"
+        )
+        return DraftVocabulary.full(target.vocab), [f"draft vocabulary: {known}"]
+    if size > target.vocab:
         raise UserError(
             f"drafter.init_args.draft_vocab is {size}, but the target has {target.vocab} tokens; lower it, or set it to null."
         )
-    return DraftVocabulary(torch.arange(size or target.vocab), target.vocab)
+    return DraftVocabulary(torch.arange(size), target.vocab), []
 
 
 def _steps(recipe: Recipe, store: TokenStore | None, topology: Topology, positions: int) -> list[str]:

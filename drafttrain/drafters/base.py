@@ -18,15 +18,16 @@ from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.errors import UserError
 from drafttrain.target.target import Target
 from drafttrain.types import Drafted, Features, Layout, Sequences
-from drafttrain.vocab import DraftVocabulary
+from drafttrain.vocab import DraftVocabulary, Size
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
     """Base of the classes that a recipe may name as its drafter."""
 
-    draft_vocab: int | float | None = field(default=None, kw_only=True)
-    """Tokens the head can say: how many, or (a float up to 1.0) the share of the training answers to cover; null for all."""
+    draft_vocab: Size = field(default=None, kw_only=True)
+    """Tokens the head can say: how many, or (a float up to 1.0) the share of the training answers to cover, or best, the size with the
+    largest expected speed-up; null for all."""
     least_coverage: float = field(default=0.0, kw_only=True)
     """Smallest share of the training answers' tokens that the draft vocabulary must cover."""
 

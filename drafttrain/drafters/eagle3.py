@@ -24,7 +24,7 @@ from drafttrain.ops.attention import attend, attend_chain
 from drafttrain.ops.rotary import Rotary, rotate
 from drafttrain.target.target import Target
 from drafttrain.types import Drafted, Features, Layout, Sequences
-from drafttrain.vocab import DraftVocabulary
+from drafttrain.vocab import DraftVocabulary, Size
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Eagle3(DrafterConfig):
     """Layers whose outputs are fused, 0-based, ascending. Empty: [1, n//2-1, n-4] of the target's n layers."""
     depth: int = 5
     """Steps that training unrolls (training-time test)."""
-    draft_vocab: int | float | None = 32000
+    draft_vocab: Size = 32000
     """Tokens the head can say, chosen by counts on the training answers: how many, or (0.99) the share of those answers that they
-    must cover; null for the full vocabulary."""
+    must cover, or best, the size with the largest expected speed-up; null for the full vocabulary."""
     least_coverage: float = 0.0
     """Smallest share of the training answers' tokens that the draft vocabulary must cover."""
 

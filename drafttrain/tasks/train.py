@@ -26,11 +26,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from drafttrain import vocab
 from drafttrain.data.packing import RowPlan, read_chats
 from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import DataConfig, Share, WindowStream, make_loader, plan_arithmetic
+from drafttrain.data.token_counts import count
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.errors import UserError
 from drafttrain.files import require_space
 from drafttrain.losses import Objective
@@ -48,7 +49,6 @@ from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.weights import uses_deepspeed
 from drafttrain.types import Request
-from drafttrain.vocab import DraftVocabulary
 
 OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Trainer arguments that this stage decides: steps end a run, and saving and showing are its own."""
@@ -186,25 +186,15 @@ def _builder(
 ) -> Callable[[], DrafterNet]:
     """A function that makes the same fresh net each time, over the draft vocabulary of the store."""
     store.require(target.identity)
-    supervised_V, other_V = store.counts()
-    size = drafter.draft_vocab
-    vocabulary = vocab.choose(supervised_V, size, other_V, drafter.least_coverage, target.end_ids)
-    say(_coverage(vocabulary, supervised_V))
+    vocabulary, lines = choose_vocabulary(drafter, target, count(store))
+    for line in lines:
+        say(line)
 
     def build() -> DrafterNet:
         torch.manual_seed(seed)
         return drafter.build(target, vocabulary)
 
     return build
-
-
-def _coverage(vocabulary: DraftVocabulary, supervised_V: torch.Tensor) -> str:
-    if vocabulary.is_full:
-        return f"draft vocabulary: all {vocabulary.size:,} tokens of the target"
-    share = vocab.coverage(vocabulary, supervised_V)
-    return (
-        f"draft vocabulary: {len(vocabulary.ids):,} of {vocabulary.size:,} tokens, which are {share:.2%} of the training answers"
-    )
 
 
 def _stream(

@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from drafttrain.decoding.engine import generate
+from drafttrain.decoding.engine import Engine
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.target.target import own_attention
@@ -44,16 +44,18 @@ def main() -> None:
         requests.append(Request(f"r{index}", ids, draw.randint(args.shortest, args.longest)))
     asked = sum(request.limit for request in requests)
 
-    def ours() -> dict[str, list[int]]:
-        return {r.key: r.answer.tolist() for r in generate(target, requests, slots=args.batch)}
+    engine = Engine(target, slots=args.batch)
 
-    def theirs() -> dict[str, list[int]]:
+    def ours(steps: int | None = None) -> dict[str, list[int]]:
+        return {r.key: r.answer.tolist() for r in engine.generate(requests)}
+
+    def theirs(steps: int | None = None) -> dict[str, list[int]]:
         found = {}
         with own_attention(target.model), torch.no_grad():
             target.model.set_attn_implementation("sdpa")
             for start in range(0, len(requests), args.batch):
                 batch = requests[start : start + args.batch]
-                width, steps = max(len(r.ids) for r in batch), max(r.limit for r in batch)
+                width, longest = max(len(r.ids) for r in batch), steps or max(r.limit for r in batch)
                 ids = torch.zeros(len(batch), width, dtype=torch.long)
                 mask = torch.zeros_like(ids)
                 for row, request in enumerate(batch):
@@ -63,7 +65,7 @@ def main() -> None:
                     input_ids=ids.to(device),
                     attention_mask=mask.to(device),
                     do_sample=False,
-                    max_new_tokens=steps,
+                    max_new_tokens=longest,
                     pad_token_id=0,
                 )
                 for row, request in enumerate(batch):
@@ -72,11 +74,13 @@ def main() -> None:
 
     answers, seconds = {}, {}
     for name, run in (("engine", ours), ("generate()", theirs)):
-        if device == "cuda":
-            run()
+        if device == "cuda":  # the engine records its graphs in a first run; generate() warms up in a few steps
+            run(8)
             torch.cuda.synchronize()
         began = time.perf_counter()
         answers[name] = run()
+        if device == "cuda":
+            torch.cuda.synchronize()
         seconds[name] = time.perf_counter() - began
     base = asked / seconds["generate()"]
     print(
@@ -85,6 +89,8 @@ def main() -> None:
     print(f"{'':12} {'seconds':>8} {'tokens/s':>9} {'ratio':>6}")
     for name, took in seconds.items():
         print(f"{name:12} {took:8.1f} {asked / took:9,.0f} {asked / took / base:6.2f}")
+    if engine.graphs_refused:
+        print(f"the engine ran without graphs: {engine.graphs_refused}")
     compare(target, requests, answers["engine"], answers["generate()"])
 
 
