@@ -109,19 +109,18 @@ class Batch:
     @property
     def stages(self) -> dict[str, Callable[[int], None]]:
         """The stages of a round in order; each takes the slots that queries look at."""
-        return {"draft": self._draft, "check": self._check, "commit": self._commit}
+        stages = {"draft": self._draft, "check": self._check, "commit": self._commit}
+        return {name: stage for name, stage in stages.items() if self.proposer or name != "draft"}
 
     def _draft(self, extent: int) -> None:
-        if self.proposer:
-            self._proposal = self.proposer.propose(self.tokens_BM[: self.width], self.length_B[: self.width], extent)
-        else:
-            none = self.tokens_BM[: self.width, :0]
-            self._proposal = Proposal(none, none)
+        assert self.proposer is not None
+        self._proposal = self.proposer.propose(self.tokens_BM[: self.width], self.length_B[: self.width], extent)
 
     def _check(self, extent: int) -> None:
         """The target reads the anchor and the nodes; what it would have said is kept."""
-        assert self._proposal is not None
-        width, proposal = self.width, self._proposal
+        width = self.width
+        nothing_BN = self.tokens_BM[:width, :0]
+        proposal = self._proposal if self.proposer and self._proposal else Proposal(nothing_BN, nothing_BN)
         length_B, stream_B = self.length_B[:width], self.stream_B[:width]
         anchor_B1 = self.tokens_BM[:width].gather(1, length_B[:, None])
         slots_BP = length_B[:, None] + torch.arange(self.nodes + 1, device=length_B.device)

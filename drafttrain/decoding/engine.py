@@ -52,6 +52,10 @@ def _check(target: Target, request: Request, slots: int) -> None:
         )
 
 
+OVERLAP_FROM = 64
+"""Rows from which noting a round takes the host long enough to let a GPU go on meanwhile. It costs every answer one round."""
+
+
 @dataclass
 class _Row:
     """What the host knows of one row."""
@@ -119,7 +123,7 @@ class Engine:
         if proposer is not None and keep_features and taps != proposer.taps:
             raise ValueError("one pass hands out one set of taps")
         self.target, self.proposer, self.sampling, self.slots = target, proposer, sampling, slots
-        self.verify = verify or Match(proposer.drafts if proposer else 0)
+        self.verify = verify or (Match(proposer.drafts, proposer.chain) if proposer else Match(0, chain=True))
         self.taps, self.keep_features = taps if proposer is None else proposer.taps, keep_features
         self.use_graphs, self.debug = graphs, debug
         self.clock: StageClock | None = None
@@ -128,6 +132,9 @@ class Engine:
         self._rounds: Rounds | None = None
         # What a round may touch behind a row's length: the anchor, the nodes, and what the proposer steps.
         self._ahead = 1 + (max(proposer.nodes, proposer.reach) if proposer else 0)
+        self._advance = 1 + (proposer.drafts if proposer else 0)
+        """Most tokens that a round commits in a row."""
+        self._overlap_from = OVERLAP_FROM if target.device.type == "cuda" else None
 
     @property
     def graphs_refused(self) -> str | None:
@@ -151,14 +158,17 @@ class Engine:
             return
         waiting = deque(sorted(requests, key=lambda r: (-r.limit, len(r.ids))))
         batch = self._begin(requests, overrun)
-        while waiting or any(self.rows):
+        while waiting or any(row is not None for row in self.rows):
             free = [b for b, row in enumerate(self.rows) if row is None]
             # Prefilling interrupts everybody. A GPU waits until several rows can share one; a CPU is busy with any, and idle rows cost.
             enough = len(self.rows) // 8 if self.target.device.type == "cuda" else 1
-            if waiting and len(free) >= max(1, min(len(waiting), enough)):
+            admits = bool(waiting) and len(free) >= max(1, min(len(waiting), enough))
+            if (admits or self._narrows(batch, waiting)) and self._rounds is not None and self._rounds.in_flight:
+                self._note_round()  # rows are about to change places, and what is on its way is of the old ones
+            elif admits:
                 self._admit(batch, free[: len(waiting)], waiting)
             else:
-                if not waiting:
+                if self._narrows(batch, waiting):
                     self._narrow(batch)
                 self._round()
             yield from self._finished(batch, overrun)
@@ -168,11 +178,14 @@ class Engine:
     def _begin(self, requests: Sequence[Request], overrun: int) -> Batch:
         """Buffers large enough, with no row in use; those of the last call where they will do."""
         width = min(self.slots, len(requests))
-        capacity = whole_blocks(max(len(r.ids) + r.limit for r in requests) + self._ahead + overrun)
+        # A row that has ended may be in one more round before the host knows.
+        capacity = whole_blocks(max(len(r.ids) + r.limit for r in requests) + self._ahead + self._advance + overrun)
         if self._rounds is None or self._rounds.batch.rows < width or self._rounds.batch.capacity < capacity:
             batch = Batch(self.target, self.proposer, self.verify, self.sampling, width, capacity, self.taps, self.keep_features)
             self._rounds = Rounds(batch, self.use_graphs)
         batch = self._rounds.batch
+        while self._rounds.in_flight:  # of a call that nobody read to its end
+            self._rounds.collect()
         batch.clear(self._width(batch, width))
         self._rounds.clock = self.clock
         self.rows = [None] * batch.width
@@ -200,13 +213,20 @@ class Engine:
             self.rows[b] = row
 
     def _round(self) -> None:
+        """One round; of many rows, the host notes what the round before it said while the device is busy with this one."""
+        rounds = self._rounds
+        assert rounds is not None
+        longest = max(row.read for row in self.rows if row is not None) + rounds.in_flight * self._advance
+        rounds.launch(min(whole_blocks(longest + 1 + self._ahead), rounds.batch.capacity))
+        if self._overlap_from is None or rounds.in_flight > 1 or len(self.rows) < self._overlap_from:
+            self._note_round()
+
+    def _note_round(self) -> None:
         assert self._rounds is not None
-        longest = max(row.read for row in self.rows if row is not None)
-        extent = min(whole_blocks(longest + 1 + self._ahead), self._rounds.batch.capacity)
-        for row, (accepted, *tokens) in zip(self.rows, self._rounds.run(extent), strict=True):
+        for row, (accepted, *tokens) in zip(self.rows, self._rounds.collect(), strict=True):
             if row is not None:
                 row.note(tokens[: accepted + 1])
-        if self.debug:
+        if self.debug and not self._rounds.in_flight:
             self._hold_books(self._rounds.batch)
 
     def _finished(self, batch: Batch, overrun: int) -> Iterator[Rollout]:
@@ -219,15 +239,17 @@ class Engine:
         batch.release(ended)
         yield from rollouts
 
+    def _narrows(self, batch: Batch, waiting: deque[Request]) -> bool:
+        """Whether fewer rows will do, now that no prompt waits for the others."""
+        live = sum(row is not None for row in self.rows)
+        return not waiting and 0 < self._width(batch, live) < batch.width and live * 4 <= batch.width * 3
+
     def _narrow(self, batch: Batch) -> None:
-        """Go on with fewer rows once no prompt waits for the others."""
         live = [b for b, row in enumerate(self.rows) if row is not None]
-        width = self._width(batch, len(live)) if self._graphed else len(live)
-        if width < batch.width and len(live) * 4 <= batch.width * 3:
-            idle = [b for b, row in enumerate(self.rows) if row is None]
-            rows = (live + idle)[:width]
-            batch.keep(rows)
-            self.rows = [self.rows[b] for b in rows]
+        idle = [b for b, row in enumerate(self.rows) if row is None]
+        rows = (live + idle)[: self._width(batch, len(live))]
+        batch.keep(rows)
+        self.rows = [self.rows[b] for b in rows]
 
     def _hold_books(self, batch: Batch) -> None:
         """Raises RuntimeError where a length on the device is not the row's committed length."""

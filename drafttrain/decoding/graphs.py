@@ -4,6 +4,7 @@ A graph holds addresses and shapes, so there is one for every number of rows in 
 plainly (libraries choose their kernels then), the second is recorded, and from then on it is replayed.
 """
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,11 +59,12 @@ class Rounds:
         """Why the stages could not be recorded; None as long as they could."""
         self._recorded: dict[tuple[int, int], dict[str, torch.cuda.CUDAGraph]] = {}
         self._seen: set[tuple[int, int]] = set()
+        self._launched: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
         self._pool = torch.cuda.graph_pool_handle() if self.graphs else None
 
     @torch.no_grad()
-    def run(self, extent: int) -> list[list[int]]:
-        """One round. Returns, for each row in play, the accepted count and the K+1 tokens of which accepted+1 count."""
+    def launch(self, extent: int) -> None:
+        """Start one round; a GPU goes on by itself."""
         for name, stage in self._stages(extent).items():
             if self.clock is None:
                 stage()
@@ -70,7 +72,27 @@ class Rounds:
                 self.clock.time(name, stage, self.batch.target.device.type == "cuda")
         if self.clock is not None:
             self.clock.rounds += 1
-        return self.batch.said_BX[: self.batch.width].tolist()
+        said_BX = self.batch.said_BX[: self.batch.width]
+        if said_BX.is_cuda:
+            copy = torch.empty(said_BX.shape, dtype=said_BX.dtype, pin_memory=True)
+            copy.copy_(said_BX, non_blocking=True)
+            done = torch.cuda.Event()
+            done.record()
+            self._launched.append((copy, done))
+        else:
+            self._launched.append((said_BX.clone(), None))
+
+    @property
+    def in_flight(self) -> int:
+        """Rounds launched and not collected."""
+        return len(self._launched)
+
+    def collect(self) -> list[list[int]]:
+        """Wait for the oldest round in flight. Returns, for each row in play, the accepted count and the K+1 tokens of which accepted+1 count."""
+        said_BX, done = self._launched.popleft()
+        if done is not None:
+            done.synchronize()
+        return said_BX.tolist()
 
     def _stages(self, extent: int) -> dict[str, Callable[[], None]]:
         key = (self.batch.width, extent)

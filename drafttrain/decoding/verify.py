@@ -37,13 +37,25 @@ class Match:
 
     depth: int
     """Greatest depth of any proposal, K."""
+    chain: bool = False
+    """Every proposal is a chain, node n behind node n-1: the same verdict in a quarter of the operations."""
 
     def __call__(self, logits_BPV: Tensor, proposal: Proposal, sampling: Sampling, stream_B: Tensor, length_B: Tensor) -> Verdict:
+        if self.chain:
+            position_BP = length_B[:, None] + torch.arange(1, logits_BPV.shape[1] + 1, device=length_B.device)
+            return self.of(choose_tokens(logits_BPV, sampling, stream_B, position_BP), proposal)
         return self.of(said_at(logits_BPV, proposal, sampling, stream_B, length_B), proposal)
 
     def of(self, said_BP: Tensor, proposal: Proposal) -> Verdict:
         """The verdict where the target's token at every place is known already."""
         N = proposal.tokens_BN.shape[1]
+        if self.chain:
+            agrees_BN = proposal.tokens_BN == said_BP[:, :-1]
+            if proposal.valid_BN is not None:
+                agrees_BN = agrees_BN & proposal.valid_BN
+            accepted_B = agrees_BN.long().cumprod(1).sum(1)
+            path_BK = torch.arange(N, device=said_BP.device).expand(len(said_BP), -1)
+            return Verdict(accepted_B, path_BK, said_BP.gather(1, accepted_B[:, None])[:, 0])
         agrees_BN = proposal.tokens_BN == said_BP.gather(1, proposal.parents_BN + 1)
         if proposal.valid_BN is not None:
             agrees_BN = agrees_BN & proposal.valid_BN

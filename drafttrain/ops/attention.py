@@ -29,8 +29,21 @@ def attend(
         return scaled_dot_product_attention(query_BHQD, key, value, visible_B1QS, scale=scale)
     folded = query_BHQD.reshape(B, G, groups * Q, D)
     if visible_B1QS is not None:
-        visible_B1QS = visible_B1QS.repeat(1, 1, groups, 1)
+        visible_B1QS = visible_B1QS.expand(-1, -1, groups, -1) if Q == 1 else visible_B1QS.repeat(1, 1, groups, 1)
+    if folded.is_cuda and folded.dtype == torch.float32 and not folded.requires_grad:
+        return _by_products(folded, key_BGSD, value_BGSD, visible_B1QS, scale).reshape(B, H, Q, D)
     return scaled_dot_product_attention(folded, key_BGSD, value_BGSD, visible_B1QS, scale=scale).reshape(B, H, Q, D)
+
+
+def _by_products(
+    query_BGQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, visible_B1QS: Tensor | None, scale: float | None
+) -> Tensor:
+    """softmax(Q K' + mask) V as two batched products. Fused kernels work through blocks of 64 queries, which for a few queries and
+    without tensor cores (fp32) is mostly wasted."""
+    scores = query_BGQD * (query_BGQD.shape[-1] ** -0.5 if scale is None else scale) @ key_BGSD.transpose(2, 3)
+    if visible_B1QS is not None:
+        scores = scores.masked_fill(~visible_B1QS, float("-inf")) if visible_B1QS.dtype == torch.bool else scores + visible_B1QS
+    return scores.softmax(-1) @ value_BGSD
 
 
 def attend_chain(

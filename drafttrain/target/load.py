@@ -12,7 +12,7 @@ import torch
 
 from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
-from drafttrain.target.fuse import fuse_norms
+from drafttrain.target.fuse import fuse_norms, merge_projections
 from drafttrain.target.target import ATTENTION, KNOWN_LAYER_TYPES, Target, hf_attention, plain_copy, prove
 from drafttrain.target.template import ChatTemplate
 from drafttrain.types import Identity
@@ -36,6 +36,7 @@ def load_target(config: TargetConfig, device: str | torch.device | None = None) 
     model = _move(model, device, config.path)
     if torch.device(device).type == "cuda":
         fuse_norms(model)
+        merge_projections(model)
     _check_layers(model, config.path)
     chat = ChatTemplate(tokenizer, config.template_arguments, config.path)
     identity = _identity(config, model.config.get_text_config(), chat, commit or _hash_weights(Path(where), gguf))

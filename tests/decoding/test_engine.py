@@ -1,5 +1,7 @@
 """The loop against transformers' own greedy decoding, and speculative against plain, token for token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -93,6 +95,29 @@ def test_speculative_equals_plain_whatever_is_proposed(any_target, drafts):
                 seen.update(rollout.accepted)
             count(rollouts, drafts)
     assert seen == set(range(drafts + 1))  # a test in which nothing is ever accepted would prove little
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_noting_a_round_while_the_next_one_runs_changes_nothing(any_target, drafts):
+    """What a GPU does with many rows, here with a few: rows end, are refilled and moved while a round is on its way."""
+    requests = [replace(r, limit=5 + 7 * (i % 4)) for i, r in enumerate(requests_for(any_target))]
+    plain = plain_of(any_target, requests, overrun=drafts)
+    proposer = Meddler(requests, plain, drafts) if drafts else None
+    for overrun in (0,) if drafts else (0, 2):
+        engine = Engine(any_target, proposer=proposer, slots=4, debug=True)
+        engine._overlap_from = 1
+        for _ in range(2):
+            rollouts = list(engine.generate(requests, overrun=overrun))
+            assert sorted(r.key for r in rollouts) == sorted(plain)
+            for rollout in rollouts:
+                assert rollout.ids.tolist() == plain[rollout.key].ids.tolist()
+                assert (
+                    overrun == 0
+                    or rollout.beyond.tolist() == plain_of(any_target, requests, overrun=2)[rollout.key].beyond.tolist()
+                )
+            count(rollouts, drafts)
+    next(engine.generate(requests))  # left in the middle
+    assert len(list(engine.generate(requests))) == len(requests)
 
 
 def test_sampled_speculative_says_what_sampled_plain_says(tiny_llama):

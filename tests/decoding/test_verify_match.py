@@ -89,3 +89,21 @@ def test_said_at_every_place_is_the_token_of_its_position():
             row, place = slice(b, b + 1), slice(n + 1, n + 2)
             token = choose_tokens(logits[row, place], SAMPLED, stream[row], length[row, None] + depth + 1)
             assert said[b, n + 1] == token
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+@pytest.mark.parametrize("holes", [False, True])
+def test_a_chain_is_verified_alike_in_fewer_operations(sampling, holes):
+    B, K, vocab = 200, 4, 3
+    g = torch.Generator().manual_seed(7)
+    tokens = torch.randint(vocab, (B, K), generator=g)
+    valid = torch.rand(B, K, generator=g) > 0.2 if holes else None
+    proposal = Proposal(tokens, (torch.arange(K) - 1).expand(B, -1), valid)
+    logits = torch.randn(B, K + 1, vocab, generator=g)
+    stream, length = torch.arange(B) * 977, torch.arange(B) + 2
+    wanted = Match(K)(logits, proposal, sampling, stream, length)
+    found = Match(K, chain=True)(logits, proposal, sampling, stream, length)
+    assert torch.equal(found.accepted_B, wanted.accepted_B) and torch.equal(found.said_B, wanted.said_B)
+    for b, accepted in enumerate(wanted.accepted_B.tolist()):
+        assert found.path_BK[b, :accepted].tolist() == wanted.path_BK[b, :accepted].tolist()
+    assert wanted.accepted_B.unique().numel() > 3

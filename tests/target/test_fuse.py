@@ -7,7 +7,7 @@ import torch
 from tiny import ARCHITECTURES
 from torch import nn
 
-from drafttrain.target.fuse import fuse_norms
+from drafttrain.target.fuse import fuse_norms, merge_projections
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,3 +48,49 @@ def test_a_norm_that_only_looks_alike_stays_as_it_is(fault):
     own = module.forward(torch.ones(16).cumsum(0))
     assert fuse_norms(nn.ModuleList([module])) == 0
     assert torch.equal(module(torch.ones(16).cumsum(0)), own)
+
+
+@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+def test_a_model_says_the_same_with_merged_projections(name):
+    torch.manual_seed(0)
+    model = ARCHITECTURES[name]().eval().requires_grad_(False)
+    ids = torch.randint(3, 300, (2, 20))
+    names = {key: value.clone() for key, value in model.state_dict().items()}
+    wanted = model(ids).logits
+    layers = model.config.num_hidden_layers
+    assert merge_projections(model) == (layers if name == "mixtral" else 2 * layers)  # experts keep stacked weights of their own
+    torch.testing.assert_close(model(ids).logits, wanted, atol=1e-4, rtol=1e-4)
+    assert all(torch.equal(value, names[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_merged_layers_do_not_mistake_one_input_for_another(bias):
+    group = nn.Module()
+    for name, size in (("q_proj", 6), ("k_proj", 4), ("v_proj", 3)):
+        setattr(group, name, nn.Linear(8, size, bias=bias).requires_grad_(False))
+    own = {name: copy.deepcopy(layer) for name, layer in group.named_children()}
+    assert merge_projections(group) == 1
+    x, y = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    # In order, out of order, twice, with another input in between, and without the first.
+    for name, given in [
+        ("q_proj", x),
+        ("k_proj", x),
+        ("v_proj", x),
+        ("v_proj", y),
+        ("q_proj", y),
+        ("v_proj", x),
+        ("k_proj", y),
+        ("k_proj", y),
+    ]:
+        torch.testing.assert_close(getattr(group, name)(given), own[name](given), atol=1e-6, rtol=1e-5)
+
+
+def test_layers_that_differ_stay_apart():
+    group = nn.Module()
+    group.gate_proj, group.up_proj = (
+        nn.Linear(8, 4, bias=True).requires_grad_(False),
+        nn.Linear(8, 4, bias=False).requires_grad_(False),
+    )
+    assert merge_projections(group) == 0
+    group.gate_proj, group.up_proj = nn.Linear(8, 4), nn.Linear(8, 4)  # trained ones too
+    assert merge_projections(group) == 0
