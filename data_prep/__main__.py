@@ -15,11 +15,13 @@ from data_prep.engines import OpenAIServer
 from data_prep.pipeline import prepare
 from data_prep.team import Team
 from drafttrain.cli import guarded, pairs, parse
+from drafttrain.drafters.vocabulary import draft_cost
 from drafttrain.errors import UserError
 from drafttrain.files import RunLock
-from drafttrain.recipe import load_recipe
+from drafttrain.recipe import Recipe, load_recipe
 from drafttrain.target.load import load_speaker, load_target
 from drafttrain.topology import read_topology
+from drafttrain.vocab import Cost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,11 +65,24 @@ def _main(argv: Sequence[str]) -> None:
             target,
             options.run.data,
             taps=taps,
-            draft_vocab=recipe.drafter.draft_vocab,
+            draft_vocab=_draft_vocab(recipe, target, has_weights=stored or not served),
             feature_dtype=recipe.data.feature_dtype,
             team=team,
             say=print if team.leads else partial(print, f"[{team.rank}]"),
         )
+
+
+def _draft_vocab(recipe: Recipe, target: Any, has_weights: bool) -> int | float | Cost | None:
+    """What the data report shows: for the best size, what drafts cost, if that can be counted here."""
+    size = recipe.drafter.draft_vocab
+    if size != "best":
+        return size
+    if has_weights:
+        return draft_cost(recipe.drafter, target)
+    print(
+        "note: the best draft vocabulary is known to `drafttrain plan`; the data report shows one that covers 99% of the answers"
+    )
+    return 0.99
 
 
 def _show(argv: Sequence[str]) -> None:

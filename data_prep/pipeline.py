@@ -40,7 +40,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import RunLock, explain_full_disk, human_bytes, remove_leftovers, require_space
 from drafttrain.target.target import Target
 from drafttrain.types import Request, Rollout
-from drafttrain.vocab import choose, coverage
+from drafttrain.vocab import Cost, choose, coverage
 
 HELD_OUT = "split off as held out"
 
@@ -51,7 +51,7 @@ def prepare(
     folder: Path,
     *,
     taps: tuple[int, ...] | None,
-    draft_vocab: int | float | None,
+    draft_vocab: int | float | Cost | None,
     feature_dtype: str = "bfloat16",
     tap_count: int = 3,
     ask: Ask | None = None,
@@ -60,8 +60,9 @@ def prepare(
 ) -> TokenStore:
     """Makes or finishes `folder` (a run's data/) and returns the training store.
 
-    `taps` are the layers whose features are kept beside the tokens (in `feature_dtype`), None for none. `draft_vocab` and
-    `tap_count` are only used to say what a draft vocabulary of that size covers, and how large that many taps would be on disk. `ask` is
+    `taps` are the layers whose features are kept beside the tokens (in `feature_dtype`), None for none. `draft_vocab` (what
+    drafts cost stands for the best size) and `tap_count` are only used to say what a draft vocabulary of that size covers, and how large that
+    many taps would be on disk. `ask` is
     who speaks for the target; the in-process engine unless given. `team`: which of how many processes this is.
     UserError: settings that differ from those of an unfinished or finished folder, no usable prompt, no space, another process.
     """
@@ -267,7 +268,7 @@ def _report(
     training: TokenStore,
     held_out: TokenStore,
     done: Answered,
-    draft_vocab: int | float | None,
+    draft_vocab: int | float | Cost | None,
     ends: Sequence[int],
     say: Callable[[str], None],
 ) -> None:
@@ -286,7 +287,7 @@ def _report(
         )
     if done.tokens:
         say(f"training answers: {done.tokens:,} tokens in {done.seconds:,.0f} s, {done.tokens / done.seconds:,.0f} tokens/s")
-    if draft_vocab is not None:
+    if isinstance(draft_vocab, int | float):
         supervised_V, other_V = training.counts()
         seen = int((supervised_V > 0).sum())
         vocabulary = choose(supervised_V, draft_vocab, other_V, always=ends)
