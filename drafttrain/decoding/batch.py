@@ -114,7 +114,8 @@ class Batch:
 
     def _draft(self, extent: int) -> None:
         assert self.proposer is not None
-        self._proposal = self.proposer.propose(self.tokens_BM[: self.width], self.length_B[: self.width], extent)
+        width = self.width
+        self._proposal = self.proposer.propose(self.tokens_BM[:width], self.length_B[:width], self.stream_B[:width], extent)
 
     def _check(self, extent: int) -> None:
         """The target reads the anchor and the nodes; what it would have said is kept."""

@@ -43,8 +43,9 @@ class Proposer:
     def admit(self, rows_R: Tensor, tokens_RM: Tensor, counts_R: Tensor, taps_RTAD: Tensor, extent: int) -> None:
         """New prompts of `counts_R` tokens in rows `rows_R`; tokens_RM[r, counts_R[r]] is the anchor."""
 
-    def propose(self, tokens_BM: Tensor, length_B: Tensor, extent: int) -> Proposal:
-        """N nodes behind tokens_BM[b, length_B[b]]; no row reaches further than `extent` slots in this round."""
+    def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
+        """N nodes behind tokens_BM[b, length_B[b]]. `stream_B` names each row's random numbers, for those who draw; no row reaches
+        further than `extent` slots in this round."""
         raise NotImplementedError
 
     def commit(self, taps_BTAD: Tensor, tokens_BT: Tensor, counts_B: Tensor, extent: int) -> None:
@@ -115,7 +116,7 @@ class ChainProposer(DrafterProposer):
     def stepped(self) -> int:
         return self.drafts - 1
 
-    def propose(self, tokens_BM: Tensor, length_B: Tensor, extent: int) -> Proposal:
+    def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
         self.state.forget(extent)
         prev_B1 = tokens_BM.gather(1, length_B[:, None])
         hidden_B1H = self.hidden_BH[: len(length_B), None]
@@ -159,7 +160,7 @@ class TreeProposer(DrafterProposer):
     def stepped(self) -> int:
         return (self.drafts - 1) * self.top_k
 
-    def propose(self, tokens_BM: Tensor, length_B: Tensor, extent: int) -> Proposal:
+    def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
         self.state.forget(extent)
         k, B = self.top_k, len(length_B)
         prev_B1 = tokens_BM.gather(1, length_B[:, None])
@@ -203,7 +204,7 @@ class LookupProposer(Proposer):
     def __init__(self, drafts: int, longest: int = 3):
         self.drafts, self.longest = drafts, longest
 
-    def propose(self, tokens_BM: Tensor, length_B: Tensor, extent: int) -> Proposal:
+    def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
         M = tokens_BM.shape[1]
         end = torch.arange(M, device=tokens_BM.device)  # a match may end at any token before the anchor
         earlier = end < length_B[:, None]

@@ -49,7 +49,7 @@ class Meddler(Proposer):
         for row, tokens, n in zip(rows_R.tolist(), tokens_RM, counts_R.tolist(), strict=True):
             self.row_text[row] = self.text[str(tokens[:n].tolist())]
 
-    def propose(self, tokens_BM, length_B, extent):
+    def propose(self, tokens_BM, length_B, stream_B, extent):
         out = torch.zeros(len(length_B), self.drafts, dtype=torch.long)
         for b, n in enumerate(length_B.tolist()):
             text = [] if self.row_text[b] is None else self.row_text[b]
@@ -234,7 +234,7 @@ def test_the_nodes_of_a_tree_are_the_most_probable_paths(tiny_llama):
 
     proposer.begin(1, 64)
     proposer.admit(torch.tensor([0]), torch.nn.functional.pad(ids, (0, 40)), torch.tensor([8]), taps[:, :8], 64)
-    proposal = proposer.propose(torch.nn.functional.pad(ids, (0, 40)), torch.tensor([8]), 64)
+    proposal = proposer.propose(torch.nn.functional.pad(ids, (0, 40)), torch.tensor([8]), torch.tensor([1]), 64)
     check(proposal)
     paths = []
     for n in range(nodes):

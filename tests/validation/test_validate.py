@@ -162,7 +162,7 @@ class TwoRightOneWrong(Proposer):
     def __init__(self, texts: list[list[int]]):
         self.texts = texts
 
-    def propose(self, tokens_BM, length_B, extent):
+    def propose(self, tokens_BM, length_B, stream_B, extent):
         rows = []
         for tokens, length in zip(tokens_BM.tolist(), length_B.tolist(), strict=True):
             so_far = tokens[: length + 1]
