@@ -5,13 +5,12 @@ shown). Nothing of a target but its tokenizer is loaded, and never code of its o
 """
 
 import argparse
-import gzip
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby, islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NoReturn
 from unicodedata import category
@@ -19,8 +18,7 @@ from unicodedata import category
 from rich.console import Console
 from rich.text import Text
 
-from data_prep.dialects import LEADING, Broken, content_of, role_of, tools_of
-from data_prep.rows import GZIP, json_lines
+from data_prep.chat_rows import FORMS, chat_of, rows
 from drafttrain.data.store import TokenStore
 from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
@@ -32,9 +30,6 @@ SUPERVISED = "bold black on green"
 OPEN, CLOSE = "⟦", "⟧"
 """Around supervised stretches where there is no colour."""
 STORED = "token store"
-ALL_BROKEN = 1000
-"""Lines without JSON, after which a file is taken for something else."""
-FORMS = '{"messages": [{"role": ..., "content": ...}]} or {"conversations": [{"from": ..., "value": ...}]}'
 
 
 @dataclass(frozen=True)
@@ -123,63 +118,6 @@ def _masked(options: argparse.Namespace, target: TargetConfig | None) -> Iterato
             yield Shown(f"row {number}", list(zip(found.pieces, found.mask, strict=True)), found.method, found.notes)
 
 
-def rows(file: Path) -> Iterator[tuple[int, Any]]:
-    """Number (from 1; of the line in JSONL) and content of each row; a Broken in place of a line that is no JSON. UserError."""
-    lines = json_lines(str(file), "FILE")
-    first = next(lines, None)
-    if first is None:
-        return
-    if isinstance(first[1], list | Broken) and (value := _one_value(file)) is not None:
-        yield from enumerate(value, 1) if isinstance(value, list) and not _is_chat(value) else [(1, value)]
-        return
-    head = [first]
-    while isinstance(head[-1][1], Broken) and len(head) < ALL_BROKEN and (following := next(lines, None)) is not None:
-        head.append(following)
-    if isinstance(head[-1][1], Broken):
-        raise UserError(f"{file} is not JSON ({head[-1][1]}); give a JSONL file with rows like {FORMS}.")
-    yield from chain(head, lines)
-
-
-def _one_value(file: Path) -> Any:
-    """The content of a file that is one JSON value over all its lines; None for others."""
-    with open(file, "rb") as plain:
-        packed = plain.read(len(GZIP)) == GZIP
-    try:
-        return json.loads((gzip.decompress(file.read_bytes()) if packed else file.read_bytes()).decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _is_chat(value: list) -> bool:
-    return bool(value) and all(isinstance(message, dict) and ("role" in message or "from" in message) for message in value)
-
-
-def chat_of(row: Any) -> tuple[list[dict], list[dict] | None]:
-    """Messages and tools of a row. Raises UserError if it holds none."""
-    if isinstance(row, Broken):
-        raise UserError(f"it is {row}; leave it out or mend it.")
-    tools, system = (row.get("tools"), row.get("system")) if isinstance(row, dict) else (None, None)
-    if isinstance(row, dict):
-        row = next((row[name] for name in ("messages", "conversations", "conversation") if row.get(name)), None)
-    if not isinstance(row, list) or not _is_chat(row):
-        raise UserError(f"it holds no chat; a row looks like {FORMS}.")
-    try:
-        messages = [_message(message) for message in row]
-        if isinstance(system, str) and system and messages[0]["role"] not in LEADING:
-            messages.insert(0, {"role": "system", "content": system})
-        return messages, tools_of(tools)
-    except Broken as error:
-        raise UserError(f"it has {error}; mend it.") from None
-
-
-def _message(message: dict) -> dict:
-    """A message as templates read it, from either form; a `role` is left as it is, for the template to judge. Raises Broken."""
-    if "role" in message:
-        return message
-    others = {key: value for key, value in message.items() if key not in ("from", "value")}
-    return {"role": role_of(message), "content": content_of(message), **others}
-
-
 # --- chats from a store -------------------------------------------------------------------------------------------------------
 
 
@@ -236,28 +174,30 @@ def load_template(target: TargetConfig, template: Path | None) -> ChatTemplate:
 
     `template` is a file that stands in for the tokenizer's own. Raises UserError.
     """
-    tokenizer = _load_tokenizer(target)
+    tokenizer, ends = _load_tokenizer(target)
     if template is not None:
         try:
             tokenizer.chat_template = template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise UserError(f"--template is {template}, which cannot be read ({why}); give a .jinja file.") from None
-    return ChatTemplate(tokenizer, target.template_arguments, target.path)
+    return ChatTemplate(tokenizer, target.template_arguments, target.path, ends)
 
 
-def _load_tokenizer(target: TargetConfig) -> Any:
+def _load_tokenizer(target: TargetConfig) -> tuple[Any, list[int]]:
+    """The tokenizer, and the ids that the generation config beside it names as ends of an answer."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     place = Path(target.path).expanduser()
     try:
         if (file := _bare_tokenizer(place)) is not None:
-            return PreTrainedTokenizerFast(tokenizer_file=str(file))
+            return PreTrainedTokenizerFast(tokenizer_file=str(file)), []
         if place.is_file() and place.suffix == ".json":
             place = place.parent
         where, gguf = (str(place), None) if place.is_dir() else locate(target.path)
         kwargs = {"gguf_file": gguf} if gguf else {}
-        return AutoTokenizer.from_pretrained(where, revision=target.revision, trust_remote_code=False, **kwargs)
+        tokenizer = AutoTokenizer.from_pretrained(where, revision=target.revision, trust_remote_code=False, **kwargs)
+        return tokenizer, [] if gguf else _ends(where, target.revision)
     except UserError as error:
         raise UserError(str(error).replace("target.path", "the tokenizer", 1)) from None
     except Exception as error:  # transformers and tokenizers raise whatever they like
@@ -265,6 +205,16 @@ def _load_tokenizer(target: TargetConfig) -> Any:
         raise UserError(
             f"the tokenizer {target.path} could not be loaded ({text}); give a model's folder, a tokenizer.json or a Hub id."
         ) from error
+
+
+def _ends(where: str, revision: str | None) -> list[int]:
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(where, revision=revision).eos_token_id
+    except OSError:  # there is none
+        return []
+    return [ends] if isinstance(ends, int) else list(ends or [])
 
 
 def _bare_tokenizer(place: Path) -> Path | None:

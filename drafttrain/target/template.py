@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 from drafttrain.errors import UserError
@@ -12,8 +13,10 @@ MARK = "\u2063drafttrain-mark\u2063"  # invisible separators: no template strips
 class ChatTemplate:
     """A tokenizer with a chat template and the arguments that every rendering gets."""
 
-    def __init__(self, tokenizer, arguments: dict[str, Any], path: str):
+    def __init__(self, tokenizer, arguments: dict[str, Any], path: str, end_ids: Iterable[int] = ()):
         self.tokenizer, self.arguments, self.path = tokenizer, arguments, path
+        self.end_ids = {*end_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
+        """Tokens that end an answer: the tokenizer's own, and those that the target's generation config names."""
 
     def text(self, messages: list[dict], generation_prompt: bool, tools: list[dict] | None = None) -> str:
         """The rendered chat; `tools` are JSON schemas of functions. Raises UserError where there is no template or it refuses the chat."""

@@ -1,5 +1,6 @@
 """`python -m data_prep show`: what is printed for files of chats and token stores, and how broken rows are named."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -247,3 +248,54 @@ def test_a_reader_that_goes_away(chats, tokenizer):
         process.stdout.close()
         assert process.wait(timeout=120) == 0
         assert process.stderr.read() == b""
+
+
+def test_ends_of_answers_come_from_the_generation_config(capsys, chats, tmp_path):
+    """GLM's way: no turn is closed, and what the target says at its end is the next turn's first token."""
+    fast = build_tokenizer()
+    fast.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|assistant|>"]})
+    fast.chat_template = "{% for m in messages %}{{ '<|' ~ m['role'] ~ '|>' ~ m['content'] }}{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
+    fast.save_pretrained(tmp_path / "model")
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "it is four"}]
+    file = chats({"messages": turn * 2})
+    show = (file, "--tokenizer", str(tmp_path / "model"))
+    assert run(capsys, *show)[1].startswith("<|user|>a<|assistant|>⟦it is four⟧<|user|>a<|assistant|>⟦it is four⟧\n")
+    ends = fast.convert_tokens_to_ids(["<|im_end|>", "<|user|>"])
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert run(capsys, *show)[1].startswith("<|user|>a<|assistant|>⟦it is four<|user|>⟧a<|assistant|>⟦it is four⟧\n")
+
+
+def test_broken_lines_of_a_gzipped_file_are_named_one_by_one(capsys, chats, tokenizer, tmp_path):
+    path = tmp_path / "chats.jsonl.gz"
+    lines = [json.dumps(GOOD).encode(), b"{broken", b'{"messages": "\xff"}', b"\0", json.dumps(SHARED).encode()]
+    path.write_bytes(gzip.compress(b"\n".join(lines)))
+    code, out, err = run(capsys, str(path), "--tokenizer", tokenizer, "--json")
+    assert code == 2 and [json.loads(line)["name"] for line in out.splitlines()] == ["row 1", "row 5"]
+    for number, why in ((2, "not JSON"), (3, "not UTF-8"), (4, "a NUL byte")):
+        assert f"row {number}: it is {why}; leave it out or mend it." in err
+
+
+def test_arguments_of_calls_may_be_json_text(capsys, chats, tmp_path):
+    """As OpenAI's interface has them; engines parse them before they render a chat."""
+    fast = build_tokenizer()
+    fast.chat_template = (
+        "{% for m in messages %}{{ m['role'] ~ ':' ~ (m['content'] or '') }}{% for c in m['tool_calls'] or [] %}"
+        "{{ c['function']['name'] ~ c['function']['arguments']['a'] }}{% endfor %}{{ eos_token }}{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
+    )
+    fast.save_pretrained(tmp_path / "model")
+
+    def calling(arguments: str) -> dict:
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        return {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+
+    code, out, err = run(capsys, chats(calling('{"a": 2}'), calling("{a")), "--tokenizer", str(tmp_path / "model"))
+    assert out.startswith("user:x<|im_end|>assistant:⟦add2<|im_end|>⟧") and code == 2
+    assert "row 2: it has a tool call whose arguments are no JSON; mend it." in err
+
+
+def test_a_system_column_and_a_data_folder(capsys, chats, tokenizer, store):
+    out = run(capsys, chats({**SHARED, "system": "be brief"}), "--tokenizer", tokenizer)[1]
+    assert out.startswith("<|im_start|>system↵\nbe brief<|im_end|>↵\n<|im_start|>user↵\na<|im_end|>")
+    Path(store).rename(Path(store).parent / "train")
+    code, _, err = run(capsys, str(Path(store).parent), "--tokenizer", tokenizer)
+    assert code == 2 and f"is a data folder, not a token store; give {Path(store).parent / 'train'}." in err

@@ -7,90 +7,13 @@ just these ids, and the mask must be true on the literal's alone.
 
 import random
 from dataclasses import dataclass, field
-from itertools import groupby
-from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from mask_chats import CALL, CALLED, INLINE, THOUGHTS, TWO, chat_of, says, stretches, user, wrapped
 
 from drafttrain.errors import UserError
 from drafttrain.target.masks import BLOCKS, RENDERINGS, supervise
-from drafttrain.target.template import MARK, ChatTemplate
-
-TEMPLATES = Path(__file__).parent / "templates"
-TEXT = [
-    "what is two plus two?\n\nIt is four.",
-    "the answer is Paris\n\n",
-    "<think>\nsum them up\n</think>\n\nfour",
-    'the "name": "add"',
-] * 9
-SPECIAL = [
-    "<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>",
-    "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]", "[SYSTEM]", "[/SYSTEM]", "[TOOL_CALLS]",
-    "<|start|>", "<|channel|>", "<|message|>", "<|return|>",
-]  # fmt: skip
-
-
-def build(pieces: str = "lines") -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer.
-
-    pieces: lines (newlines stay together, as in most targets of today), trimmed (GPT-2's way: newlines are cut before a word, and
-    offsets leave a leading space out), whole (merges over any boundary).
-    """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pieces == "trimmed")
-    if pieces == "lines":
-        words = pre_tokenizers.Split(Regex(r"\s*[\r\n]+|\s?\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s+"), "isolated")
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, tokenizer.pre_tokenizer])
-    tokenizer.decoder = decoders.ByteLevel()
-    if pieces == "trimmed":
-        tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-    tokenizer.train_from_iterator(TEXT, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-    fast.add_tokens(["<tool_call>", "</tool_call>"])
-    return fast
-
-
-TOKENIZERS = {pieces: build(pieces) for pieces in ("lines", "trimmed", "whole")}
-
-
-def chat_of(template: str, pieces: str = "lines", **arguments) -> ChatTemplate:
-    """A tokenizer with a template: a file's name, or the template itself."""
-    tokenizer = TOKENIZERS[pieces]
-    tokenizer.chat_template = template if "{" in template else (TEMPLATES / f"{template}.jinja").read_text().rstrip("\n")
-    return ChatTemplate(tokenizer, arguments, "toy")
-
-
-def user(words: str) -> dict:
-    return {"role": "user", "content": words}
-
-
-def says(words, thought: str | None = None, **more) -> dict:
-    return {"role": "assistant", "content": words, **({"reasoning_content": thought} if thought is not None else {}), **more}
-
-
-def stretches(found) -> list[str]:
-    """The supervised stretches as text."""
-    groups = groupby(zip(found.pieces, found.mask, strict=True), key=lambda token: token[1])
-    return ["".join(piece for piece, _ in group) for kept, group in groups if kept]
-
-
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": [2, "<|x|>"]}}}
-CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [2, "<|x|>"]}}\n</tool_call>'
-TWO = [user("what?"), says("It is four."), user("sure?"), says("Yes.")]
-THOUGHTS = [user("what?"), says("four", "sum"), user("sure?"), says("yes", "again")]
-INLINE = [user("what?"), says("<think>\nsum\n</think>\n\nfour"), user("sure?"), says("<think>\nagain\n</think>\n\nyes")]
-
-
-def wrapped(before: str, after: str = "<|end|>") -> str:
-    """A template that writes something before the words of every answer, and closes it."""
-    answer = f"<|assistant|>{before}{{{{ m.content }}}}{after}"
-    return (
-        f"{{% for m in messages %}}{{% if m.role == 'assistant' %}}{answer}{{% else %}}<|user|>{{{{ m.content }}}}<|end|>{{% endif %}}"
-        "{% endfor %}{{ '<|assistant|>' if add_generation_prompt }}"
-    )
+from drafttrain.target.template import MARK
 
 
 @dataclass
@@ -164,6 +87,8 @@ CASES = [
     Case("a thought that is a substring of the answer", "empty_think", [user("a"), says("4", "4")], ["<think>\n4\n</think>\n\n4<|im_end|>"]),
     Case("thoughts named otherwise", "empty_think", [user("a"), {**says("b"), "reasoning": "c"}], ["<think>\nc\n</think>\n\nb<|im_end|>"]),
     Case("empty answer in an injected block", "empty_think", [user("a"), says("")], ["<|im_end|>"], injected="<think>\n\n</think>\n\n"),
+    Case("an empty block that the answer said itself", "empty_think", [user("a"), says("<think>\n\n</think>\n\nb")],
+         ["<think>\n\n</think>\n\nb<|im_end|>"]),
     Case("tool call, thought and answer", "empty_think",
          [user("2+2?"), says("", "add", tool_calls=[CALL]), {"role": "tool", "content": "4"}, says("four", "now")],
          [f"<think>\nadd\n</think>\n\n{CALLED}<|im_end|>", "<think>\nnow\n</think>\n\nfour<|im_end|>"]),
@@ -179,8 +104,7 @@ CASES = [
     Case("forced thought, inline", "forced_think", INLINE[:2], ["sum\n</think>\n\nfour<|im_end|>"]),
     Case("forced thought, not supervised", "forced_think", THOUGHTS[:2], ["\n\nfour<|im_end|>"], spliced=False, flags={"reasoning": False}),
     Case("forced thought inline, not supervised", "forced_think", INLINE[:2], ["\n\nfour<|im_end|>"], spliced=False, flags={"reasoning": False}),
-    Case("alternating, own system", "alternating", [{"role": "system", "content": "Be brief."}, *TWO], ["It is four.<eos>", "Yes.<eos>"],
-         notes=("today's date",)),
+    Case("alternating, own system", "alternating", [{"role": "system", "content": "Be brief."}, *TWO], ["It is four.<eos>", "Yes.<eos>"]),
     Case("today's date", "alternating", TWO, ["It is four.<eos>", "Yes.<eos>"], notes=("today's date",)),
     Case("structured tool call", "alternating", [user("2+2?"), says("", tool_calls=[CALL])],
          ['[TOOL_CALLS][{"name": "add", "arguments": {"a": 2, "b": [2, "<|x|>"]}}]<eos>'], notes=("today's date",)),
@@ -217,6 +141,8 @@ CASES = [
     Case("a first sentence that looks like a block", "default_system", [user("a"), says("<b></b> bold")], ["<b></b> bold<|im_end|>"]),
     Case("calls are closed otherwise", wrapped("{% if m.tool_calls %}<|channel|>{{ m.tool_calls[0].function.name }}<|message|>{% endif %}",
          "{{ '<|return|>' if m.tool_calls else '<|end|>' }}"), [user("a"), says("", tool_calls=[CALL])], ["<|channel|>add<|message|><|return|>"]),
+    Case("only questions are closed", "{% for m in messages %}{{ '\nQ:' ~ m.content ~ eos_token if m.role == 'user' else 'A:' ~ m.content }}{% endfor %}"
+         "{{ 'A:' if add_generation_prompt }}", TWO, ["It is four.", "Yes."], notes=("no end-of-turn",)),
     Case("no generation prompt", "no_generation_prompt", TWO, ["It is four.<eos>", "Yes.<eos>"], injected="<|assistant|>\n"),
 ]  # fmt: skip
 
@@ -323,7 +249,13 @@ REFUSED = [
     ("drops_all_reasoning", {}, [user(MARK), *THOUGHTS[1:2]], "drops its reasoning"),
     ("{% if messages[-1]['role'] == 'assistant' %}!{% endif %}{% for m in messages %}{{ m['content'] + eos_token }}{% endfor %}",
      {}, [*TWO[:2], user("x")], "rendered differently"),
-    ("drops_all_reasoning", {"forced": True}, TWO, "answers behind '<|assistant|><think>"),
+    ("drops_all_reasoning", {"forced": True}, TWO, "answers behind '<|assistant|><think>\\n', so it begins with reasoning"),
+    ("drops_all_reasoning", {"forced": True}, TWO, "rendered without: the answer has none"),
+    ("drops_all_reasoning", {"forced": True}, INLINE, "rendered without: the template drops it"),
+    ("default_system", {}, [user("2+2?"), says("", tool_calls=[CALL])], "does not show all of its tool calls"),
+    (wrapped("{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}{% endif %}"), {}, [user("2+2?"), says("", tool_calls=[CALL, CALL])],
+     "does not show all of its tool calls"),
+    (wrapped("<think></think>"), {}, INLINE[:2], "writes '<think></think>' before its own reasoning"),
     ("forced_think", {}, TWO[:2], "answers behind"),
     ("{% for m in messages %}{{ m['content'] | upper + eos_token }}{% endfor %}", {}, TWO, "does not show its content"),
     ("{% for m in messages %}{{ m['content'] ~ messages | length ~ eos_token }}{% endfor %}", {}, [*TWO[:2], user("x")], "differently once"),

@@ -1,0 +1,6 @@
+"""Puts this folder's chats and literals on the path."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
