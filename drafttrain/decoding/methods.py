@@ -1,17 +1,35 @@
-"""Ways of drafting that a recipe can name: what is proposed, and how it is verified. Each makes an engine's two parts."""
+"""Ways of drafting that a recipe can name: what is proposed, and how it is verified. Each makes an engine's two parts.
 
-from dataclasses import dataclass
+Those that need no drafter are the baselines that every trained one has to beat.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
 from drafttrain.decoding.batch import Verifier
-from drafttrain.decoding.propose import ChainProposer, LookupProposer, Proposer, TreeProposer
+from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.decoding.propose_drawn import DrawnProposer
+from drafttrain.decoding.propose_ngram import LookupProposer, NGramProposer
+from drafttrain.decoding.propose_tree import TreeProposer
+from drafttrain.decoding.proposer import Proposer
 from drafttrain.decoding.sampling import Sampling
+from drafttrain.decoding.verify_chain import Block, TokenWise
+from drafttrain.decoding.verify_tree import Rejection
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
+from drafttrain.target.target import Target
+from drafttrain.types import Request
 
 
 @dataclass(frozen=True)
 class Method:
     """Base of the ways of drafting that a recipe may name."""
+
+    def prepare(self, target: Target, net: DrafterNet, requests: Sequence[Request]) -> "Method":
+        """The same way with what it needs besides the drafter: files read, other drafters loaded, acceptance measured on the target's
+        answers to `requests`, which must not be what is benchmarked. Most need nothing."""
+        return self
 
     def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
         """Who guesses, with a trained drafter."""
@@ -31,22 +49,42 @@ class Method:
             if value < 1:
                 raise UserError(f"{type(self).__name__}.{name} is {value}, but must be at least 1.")
 
+    def _shares(self, **values: float) -> None:
+        for name, value in values.items():
+            if not 0 <= value < 1:
+                raise UserError(f"{type(self).__name__}.{name} is {value}, but is a probability: at least 0, below 1.")
+
 
 @dataclass(frozen=True)
 class Chain(Method):
-    """One draft behind another, each the drafter's most probable token."""
+    """One draft behind another."""
 
     drafts: int = 5
+    draw: bool = False
+    """Draw each draft from the drafter's distribution, instead of taking the most probable token. Needs a temperature above 0."""
+    verify: Literal["block", "token_wise"] = "block"
+    """How drawn drafts are verified: all together, or one after another. The others are kept where the target says the same."""
+    least_confidence: float = 0.0
+    """Propose no further where the product of the drafter's highest probabilities falls below this."""
 
     def __post_init__(self) -> None:
         self._at_least_one(drafts=self.drafts)
+        self._shares(least_confidence=self.least_confidence)
 
     def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
-        return ChainProposer(net, self.drafts)
+        if self.draw:
+            return DrawnProposer(net, (1,) * self.drafts, sampling, self.least_confidence)
+        return ChainProposer(net, self.drafts, self.least_confidence)
+
+    def verifier(self, sampling: Sampling) -> Verifier | None:
+        if not self.draw:
+            return None
+        return Block() if self.verify == "block" else TokenWise()
 
     @property
     def label(self) -> str:
-        return f"chain {self.drafts}"
+        sure = f", from {self.least_confidence:g}" if self.least_confidence else ""
+        return f"chain {self.drafts}{sure}" + (f", drawn, {self.verify.replace('_', '-')}" if self.draw else "")
 
 
 @dataclass(frozen=True)
@@ -59,16 +97,44 @@ class Tree(Method):
     """Nodes expanded on each level, and children of each."""
     nodes: int = 40
     """Nodes that the target reads in a round."""
+    least_gain: float = 0.0
+    """Leave out nodes that add fewer accepted tokens than this, by the drafter's own estimate (OPT-Tree)."""
 
     def __post_init__(self) -> None:
         self._at_least_one(drafts=self.drafts, top_k=self.top_k, nodes=self.nodes)
+        self._shares(least_gain=self.least_gain)
 
     def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
-        return TreeProposer(net, self.drafts, self.top_k, self.nodes)
+        return TreeProposer(net, self.drafts, self.top_k, self.nodes, self.least_gain)
 
     @property
     def label(self) -> str:
-        return f"tree {self.drafts}x{self.top_k}, {self.nodes} nodes"
+        gain = f", gain {self.least_gain:g}" if self.least_gain else ""
+        return f"tree {self.drafts}x{self.top_k}, {self.nodes} nodes{gain}"
+
+
+@dataclass(frozen=True)
+class DrawnTree(Method):
+    """A tree whose siblings are drawn from the drafter without replacement, verified by recursive rejection (RSD)."""
+
+    widths: list[int] = field(default_factory=lambda: [4, 2, 1])
+    """Children of every node on each level."""
+
+    def __post_init__(self) -> None:
+        if not self.widths or min(self.widths) < 1:
+            raise UserError(
+                f"DrawnTree.widths is {list(self.widths)}, but must hold a number of children, at least 1, for each level."
+            )
+
+    def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
+        return DrawnProposer(net, tuple(self.widths), sampling)
+
+    def verifier(self, sampling: Sampling) -> Verifier | None:
+        return Rejection(tuple(self.widths))
+
+    @property
+    def label(self) -> str:
+        return f"drawn tree {'x'.join(map(str, self.widths))}"
 
 
 @dataclass(frozen=True)
@@ -88,3 +154,26 @@ class Lookup(Method):
     @property
     def label(self) -> str:
         return f"lookup {self.drafts}"
+
+
+@dataclass(frozen=True)
+class NGram(Method):
+    """An n-gram model of the row's own text with back-off (ANPD), without a drafter."""
+
+    drafts: int = 8
+    longest: int = 4
+    """Longest run of tokens that is looked for."""
+    trust: float = 2.0
+    """Drafts that each matched token vouches for."""
+
+    def __post_init__(self) -> None:
+        self._at_least_one(drafts=self.drafts, longest=self.longest)
+        if self.trust <= 0:
+            raise UserError(f"NGram.trust is {self.trust}, but must be above 0, or nothing is ever drafted.")
+
+    def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
+        return NGramProposer(self.drafts, self.longest, self.trust)
+
+    @property
+    def label(self) -> str:
+        return f"n-gram {self.drafts}"

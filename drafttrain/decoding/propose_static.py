@@ -1,0 +1,52 @@
+"""Trees of a fixed shape: each node is the r-th best guess behind its parent, by a drafter or by whoever else can rank tokens.
+
+Letters: B rows in play, N nodes, W nodes of a level, C guesses of each, H drafter width, V draft vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from drafttrain.decoding.proposer import DrafterProposer
+from drafttrain.decoding.tree_shape import TreeShape
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.errors import UserError
+from drafttrain.types import Proposal
+
+
+class StaticTreeProposer(DrafterProposer):
+    """A trained drafter as a tree of a fixed shape (Medusa, Cai et al. 2024, arXiv 2401.10774)."""
+
+    def __init__(self, net: DrafterNet, shape: TreeShape):
+        super().__init__(net, shape.depth)
+        best, words = 1 + max(max(path) for path in shape.paths), len(net.speakable_V)
+        if best > words:
+            raise UserError(
+                f"a static tree asks for {best} guesses at one place, but the draft vocabulary has {words} tokens; give another tree."
+            )
+        self.shape = shape
+        device = net.speakable_V.device
+        self._levels, self._parents_N = [level.to(device) for level in shape.levels()], shape.parents().to(device)
+
+    @property
+    def nodes(self) -> int:
+        return len(self.shape.paths)
+
+    @property
+    def chain(self) -> bool:
+        return self.nodes == self.shape.depth
+
+    @property
+    def stepped(self) -> int:
+        return len(self.shape.expanded)
+
+    def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
+        self.state.forget(extent)
+        B = len(length_B)
+        token_BW, hidden_BWH, tokens = tokens_BM.gather(1, length_B[:, None]), self.hidden_BH[:B, None], []
+        for depth, level in enumerate(self._levels):
+            if depth:
+                hidden_BWH = self.net.step(self.state, token_BW, level.behind.expand(B, -1))
+            best_BWC = self._logits(hidden_BWH, token_BW).topk(level.best, dim=-1).indices
+            tokens.append(self.net.speakable_V[best_BWC.flatten(1)[:, level.pick]])
+            token_BW = tokens[-1][:, level.expand]
+        return Proposal(torch.cat(tokens, 1), self._parents_N.expand(B, -1))

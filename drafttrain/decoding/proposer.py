@@ -1,0 +1,115 @@
+"""Who guesses. The engine asks none of them which it is.
+
+Everything here has static shapes and asks nothing of the host, so that a GPU can replay a round as a graph.
+
+Letters: B rows in play, R rows admitted now, K greatest depth, N nodes, P places, W nodes of a level, M slots, T rows read by the target,
+A taps, D target width, H drafter width, V draft vocabulary (of the target's logits: its own).
+"""
+
+import torch
+from torch import Tensor
+
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.errors import UserError
+from drafttrain.types import Proposal
+
+
+class Proposer:
+    """Guesses tokens behind every row's anchor. Base of all that the engine can ask."""
+
+    drafts: int
+    """Greatest depth K of what is proposed."""
+    taps: tuple[int, ...] = ()
+    """Layers of the target that it reads."""
+
+    @property
+    def nodes(self) -> int:
+        """Tokens proposed in a round, N."""
+        return self.drafts
+
+    @property
+    def chain(self) -> bool:
+        """Whether node n always follows node n-1."""
+        return True
+
+    @property
+    def reach(self) -> int:
+        """Slots behind a row's anchor that it may touch in buffers of its own."""
+        return self.drafts
+
+    def begin(self, batch: int, capacity: int) -> None:
+        """Forget everything; rows come with `admit`."""
+
+    def admit(self, rows_R: Tensor, tokens_RM: Tensor, counts_R: Tensor, taps_RTAD: Tensor, extent: int) -> None:
+        """New prompts of `counts_R` tokens in rows `rows_R`; tokens_RM[r, counts_R[r]] is the anchor."""
+
+    def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
+        """N nodes behind tokens_BM[b, length_B[b]]. `stream_B` names each row's random numbers, for those who draw; no row reaches
+        further than `extent` slots in this round."""
+        raise NotImplementedError
+
+    def commit(self, taps_BTAD: Tensor, tokens_BT: Tensor, counts_B: Tensor, extent: int) -> None:
+        """Rows of the target along the accepted path, the first `counts_B` of K+1; tokens_BT[b, i] is the token behind row i."""
+
+    def observe(self, logits_BPV: Tensor, ids_BP: Tensor) -> None:
+        """What the target says behind the anchor and the nodes, whose tokens are `ids_BP`; between `propose` and `commit`."""
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows, in this order: they become the first of the batch."""
+
+    def widen(self) -> None:
+        """All rows of the batch are in play again."""
+
+
+def chain_of(tokens_BK: Tensor) -> Proposal:
+    """A deterministic chain."""
+    return Proposal(tokens_BK, (torch.arange(tokens_BK.shape[1], device=tokens_BK.device) - 1).expand_as(tokens_BK))
+
+
+class DrafterProposer(Proposer):
+    """What chains and trees of a trained drafter share."""
+
+    expected_B: Tensor
+    """Accepted drafts that the drafter itself expects in the last proposal: the sum of its path probabilities. Not all work it out."""
+
+    def __init__(self, net: DrafterNet, drafts: int):
+        if drafts < 1:
+            raise UserError(f"a drafter was asked for {drafts} drafts in a round, but proposes at least 1.")
+        self.net, self.drafts, self.taps = net.eval(), drafts, net.needs.taps
+
+    @property
+    def stepped(self) -> int:
+        """Tokens that the drafter reads in a round."""
+        raise NotImplementedError
+
+    @property
+    def reach(self) -> int:
+        return max(self.stepped, self.drafts)
+
+    def begin(self, batch: int, capacity: int) -> None:
+        self.state = self.net.begin(batch, capacity, self.stepped)
+        self.hidden_BH = torch.empty(0)
+
+    def admit(self, rows_R: Tensor, tokens_RM: Tensor, counts_R: Tensor, taps_RTAD: Tensor, extent: int) -> None:
+        self.state.length_B[rows_R] = 0
+        T = taps_RTAD.shape[1]
+        hidden_RH = self.net.commit(self.state, rows_R, taps_RTAD, tokens_RM[:, 1 : T + 1], counts_R, extent)
+        if not len(self.hidden_BH):
+            self.hidden_BH = hidden_RH.new_zeros(len(self.state.length_B), hidden_RH.shape[1])
+        self.hidden_BH[rows_R] = hidden_RH
+
+    def commit(self, taps_BTAD: Tensor, tokens_BT: Tensor, counts_B: Tensor, extent: int) -> None:
+        hidden_BH = self.net.commit(self.state, None, taps_BTAD, tokens_BT, counts_B, extent)
+        self.hidden_BH[: len(hidden_BH)] = hidden_BH
+
+    def keep(self, rows: Tensor) -> None:
+        self.state.keep(rows)
+        self.hidden_BH[: len(rows)] = self.hidden_BH[rows]
+
+    def widen(self) -> None:
+        self.state.widen()
+
+    def _logits(self, hidden_BWH: Tensor, prev_BW: Tensor) -> Tensor:
+        """[B, W, V] over the draft vocabulary."""
+        logits_NV = self.net.logits(hidden_BWH.flatten(0, 1), prev_BW.flatten())
+        return logits_NV.unflatten(0, prev_BW.shape)
