@@ -4,6 +4,7 @@ A graph holds addresses and shapes, so there is one for every number of rows in 
 plainly (libraries choose their kernels then), the second is recorded, and from then on it is replayed.
 """
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -116,5 +117,6 @@ class Rounds:
         except RuntimeError as error:
             torch.cuda.synchronize()
             self.graphs, self.refused = False, str(error).splitlines()[0]
+            warnings.warn(f"decoding goes on without CUDA graphs, which is slower: this model cannot be recorded ({self.refused})")
             return
         self._recorded[key] = graphs

@@ -325,6 +325,35 @@ def test_a_limit_of_one_and_an_early_end(tiny_llama):
     assert stopped.stopped and stopped.answer.tolist() == [first]
 
 
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_nothing_is_emitted_behind_an_end_of_turn_inside_an_accepted_run(tiny_llama, kind):
+    """Whatever token of the plain answer ends a turn: all drafts are right, so it often stands in the middle of a run."""
+    requests = requests_for(tiny_llama, lengths=(5, 9), limit=20)
+    plain = plain_of(tiny_llama, requests, overrun=4)
+    cut = 0
+    for at in range(1, 18):
+        ending = [replace(r, ends=(int(plain[r.key].answer[at]),)) for r in requests]
+        knowing = Meddler(requests, plain, 4)
+        net = Eagle3(taps=[0, 1, 3], draft_vocab=None).build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
+        proposer = knowing if kind == "chain" else TreeProposer(net, 3, 4, 12)
+        for rollout in Engine(tiny_llama, proposer=proposer, slots=2, debug=True).generate(ending):
+            whole, end = plain[rollout.key].answer.tolist(), next(r.ends[0] for r in ending if r.key == rollout.key)
+            assert rollout.answer.tolist() == whole[: whole.index(end) + 1] and rollout.stopped
+            count([rollout], 4)
+            cut += rollout.cut
+    assert cut > 0 or kind == "tree"
+
+
+def test_rows_that_are_all_finished_at_once(tiny_llama):
+    """Every answer ends with its first token, which comes from the prefill: there is no round, and slots are refilled all the same."""
+    requests = requests_for(tiny_llama)
+    first = {r.key: int(r.answer[0]) for r in generate(tiny_llama, [replace(r, limit=1) for r in requests])}
+    ending = [replace(r, ends=(first[r.key],)) for r in requests]
+    rollouts = list(Engine(tiny_llama, proposer=LookupProposer(3), slots=3, debug=True).generate(ending))
+    assert {r.key: r.answer.tolist() for r in rollouts} == {key: [token] for key, token in first.items()}
+    assert all(r.accepted == [] and r.stopped for r in rollouts)
+
+
 def test_a_prompt_that_leaves_no_room_is_refused(tiny_llama):
     with pytest.raises(UserError, match="512 positions"):
         list(generate(tiny_llama, [Request("long", tuple([5] * 500), 20)]))

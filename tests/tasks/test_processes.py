@@ -16,14 +16,14 @@ from tiny_run import logged, make_run, start
 from drafttrain.tasks.checkpoints import find_last
 
 SCRIPT = Path(__file__).with_name("train_process.py")
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def launch(run, target, *tell: int, torchrun=False, gpu=False, **changes) -> subprocess.Popen:
+def launch(run, target, *tell: int, torchrun=False, ranks=2, gpu=False, deepspeed_on_cpu=False, **changes) -> subprocess.Popen:
     """Starts training. It is ended after a while, so that a deadlock fails a test and does not hang it."""
     command = [
         sys.executable,
-        *(TORCHRUN if torchrun else []),
+        *([*TORCHRUN, str(ranks)] if torchrun else []),
         str(SCRIPT),
         str(run),
         str(target),
@@ -31,8 +31,9 @@ def launch(run, target, *tell: int, torchrun=False, gpu=False, **changes) -> sub
         *map(str, tell),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+    environment |= {"DS_ACCELERATOR": "cpu"} if deepspeed_on_cpu else {}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    watchdog = threading.Timer(180 if gpu else 60, process.terminate)
+    watchdog = threading.Timer(180 if gpu or deepspeed_on_cpu else 60, process.terminate)
     watchdog.daemon = True
     watchdog.start()
     return process
@@ -108,23 +109,38 @@ def test_a_signal_that_one_rank_gets_stops_both_behind_the_same_step(tmp_path, t
 @pytest.mark.parametrize("strategy", ["ddp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gpus_give_the_numbers_of_the_cpu_and_resume(tmp_path, tiny_llama, target_folders, strategy, precision, ranks):
-    """Losses, gradient norms (so that no strategy divides once too often) and the saved fp32 weights; stopped and resumed."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} NVIDIA GPUs")
-    target = target_folders("llama")
-    cpu, gpu = (make_run(tmp_path / name, tiny_llama) for name in ("cpu", "gpu"))
+    compare_with_one_process(tmp_path, tiny_llama, target_folders("llama"), strategy, precision, ranks, gpu=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_deepspeed_gives_the_numbers_of_one_process_on_a_cpu_too(tmp_path, tiny_llama, target_folders, stage, precision, ranks):
+    pytest.importorskip("deepspeed")
+    compare_with_one_process(
+        tmp_path, tiny_llama, target_folders("llama"), f"deepspeed_stage_{stage}", precision, ranks, gpu=False
+    )
+
+
+def compare_with_one_process(folder, tiny, target, strategy, precision, ranks, gpu) -> None:
+    """Losses, gradient norms (so that no strategy divides once too often) and the saved fp32 weights; stopped and resumed."""
+    alone, other = (make_run(folder / name, tiny) for name in ("alone", "other"))
     trainer = {"max_steps": 6, "accumulate_grad_batches": 4}
-    finish(launch(cpu, target, trainer=trainer))
-    on_gpu = trainer | {"strategy": strategy, "precision": precision, "accumulate_grad_batches": 4 // ranks}
+    finish(launch(alone, target, trainer=trainer))
+    changed = trainer | {"strategy": strategy, "precision": precision, "accumulate_grad_batches": 4 // ranks}
     third_window = 8 // ranks + 1
-    said = finish(launch(gpu, target, ranks - 1, third_window, torchrun=ranks > 1, gpu=True, trainer=on_gpu))
+    how = dict(torchrun=ranks > 1, ranks=ranks, gpu=gpu, deepspeed_on_cpu=not gpu and "deepspeed" in strategy)
+    said = finish(launch(other, target, ranks - 1, third_window, **how, trainer=changed))
     assert "stopped at step 4 of 6" in said
-    norms = json.loads((gpu / "norms.json").read_text())
-    finish(launch(gpu, target, torchrun=ranks > 1, gpu=True, trainer=on_gpu))
-    norms += json.loads((gpu / "norms.json").read_text())
+    norms = json.loads((other / "norms.json").read_text())
+    finish(launch(other, target, **how, trainer=changed))
+    norms += json.loads((other / "norms.json").read_text())
     exact = precision == "32-true"
-    assert logged(gpu) == pytest.approx(logged(cpu), rel=2e-3 if exact else 3e-2)
-    assert norms == pytest.approx(json.loads((cpu / "norms.json").read_text()), rel=1e-2 if exact else 1e-1)
-    mine, theirs = (load_file(run / "checkpoints/best/drafter.safetensors") for run in (cpu, gpu))
+    assert logged(other) == pytest.approx(logged(alone), rel=2e-3 if exact else 3e-2)
+    assert norms == pytest.approx(json.loads((alone / "norms.json").read_text()), rel=1e-2 if exact else 1e-1)
+    mine, theirs = (load_file(run / "checkpoints/best/drafter.safetensors") for run in (alone, other))
     assert mine.keys() == theirs.keys() and all(value.dtype == mine[name].dtype for name, value in theirs.items())
     assert all(torch.allclose(value.float(), theirs[name].float(), atol=5e-3) for name, value in mine.items())
