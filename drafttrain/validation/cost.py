@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 
+from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.propose import Proposer
 from drafttrain.target.target import Target
 from drafttrain.types import Request, Rollout
@@ -73,10 +74,11 @@ def measure_cost(target: Target, request: Request, make_proposer: Make, slots: i
 def _seconds_per_round(target: Target, requests: Sequence[Request], make_proposer: Make, slots: int) -> float:
     """Seconds of one round of the whole batch: (all - prefill) / rounds."""
     prefill_only = [replace(r, limit=1) for r in requests]
+    engine = Engine(target, proposer=make_proposer(), slots=slots)
     samples = []
-    for _ in range(REPEATS):
-        _, prefill = run(target, prefill_only, make_proposer(), slots)
-        rollouts, seconds = run(target, requests, make_proposer(), slots)
+    for _ in range(REPEATS):  # on a GPU the first one records graphs: a slow sample, which a median leaves out
+        _, prefill = run(engine, prefill_only)
+        rollouts, seconds = run(engine, requests)
         samples.append((seconds - prefill) / max(_rounds(r) for r in rollouts))
     return median(samples)
 

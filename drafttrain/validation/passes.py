@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from drafttrain.decoding.engine import generate
+from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import Counts
-from drafttrain.decoding.propose import Proposer
 from drafttrain.layouts import one_chat
 from drafttrain.target.target import Target
 from drafttrain.types import Request, Rollout
@@ -62,18 +61,17 @@ class Difference:
         )
 
 
-def run(
-    target: Target, requests: Sequence[Request], proposer: Proposer | None, slots: int, overrun: int = 0
-) -> tuple[list[Rollout], float]:
-    """Answer the requests greedily; the rollouts in the requests' order, and the seconds it took.
+def run(engine: Engine, requests: Sequence[Request], overrun: int = 0) -> tuple[list[Rollout], float]:
+    """Answer the requests; the rollouts in the requests' order, and the seconds it took. An engine that has answered the like before has
+    its buffers and graphs ready.
 
     Raises:
         RuntimeError: if the engine did not answer each request exactly once.
     """
-    _synchronize(target)
+    _synchronize(engine.target)
     start = time.perf_counter()
-    rollouts = list(generate(target, requests, proposer=proposer, slots=slots, overrun=overrun))
-    _synchronize(target)
+    rollouts = list(engine.generate(requests, overrun=overrun))
+    _synchronize(engine.target)
     seconds = time.perf_counter() - start
     by_key = {r.key: r for r in rollouts}
     if len(rollouts) != len(requests) or set(by_key) != {r.key for r in requests}:

@@ -1,5 +1,7 @@
 """What must hold of every prompt, where two answers part, and the arithmetic of speed: on hand-made rollouts."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -72,14 +74,15 @@ def test_cost_facts_hold_tau_over_c():
 def test_cost_takes_the_prefill_off_and_divides_by_the_rounds_of_one_row(monkeypatch):
     """A clock that charges 5 s for a prefill, 1 s for a plain step and 3 s for a round of two tokens must give c = 3."""
 
-    def run(target, requests, proposer, slots, overrun=0):
+    def run(engine, requests, overrun=0):
         limit = requests[0].limit
-        accepted = [0] * (limit - 1) if proposer is None else [1] * (limit // 2)
+        accepted = [0] * (limit - 1) if engine.proposer is None else [1] * (limit // 2)
         cut = 1 + sum(a + 1 for a in accepted) - limit
         answers = [rollout(range(limit), accepted, cut=cut, key=r.key) for r in requests]
-        return answers, 5 + len(accepted) * (1 if proposer is None else 3)
+        return answers, 5 + len(accepted) * (1 if engine.proposer is None else 3)
 
     monkeypatch.setattr(cost_module, "run", run)
+    monkeypatch.setattr(cost_module, "Engine", lambda target, proposer, slots: SimpleNamespace(proposer=proposer))
     cost = measure_cost(None, Request("p", (1, 2), 100), object, slots=4, tokens=24)
     assert (cost.batch, cost.plain_step_seconds, cost.round_seconds, cost.ratio) == (4, 1.0, 3.0, 3.0)
 

@@ -214,9 +214,9 @@ def test_a_wrong_token_is_reported_and_then_stops_the_command(tiny_llama, tmp_pa
     honest = validate_module.run
     wanted = {"drafter": "ChainProposer", "lookup": "LookupProposer"}[broken]
 
-    def run(target, requests, proposer, slots, overrun=0):
-        rollouts, seconds = honest(target, requests, proposer, slots, overrun)
-        if type(proposer).__name__ == wanted and len(requests) == 3 and requests[0].limit == 12:
+    def run(engine, requests, overrun=0):
+        rollouts, seconds = honest(engine, requests, overrun)
+        if type(engine.proposer).__name__ == wanted and len(requests) == 3 and requests[0].limit == 12:
             ids = rollouts[1].ids.clone()
             ids[rollouts[1].prompt_len + 4] += 1
             rollouts[1] = dataclasses.replace(rollouts[1], ids=ids)
