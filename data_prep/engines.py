@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -51,23 +52,22 @@ class OpenAIServer(Engine):
             bool(self.urls), "OpenAIServer.urls", self.urls, "a list with at least one address, such as http://localhost:8000"
         )
         for url in self.urls:
-            parts = urlsplit(url)
+            try:
+                parts = urlsplit(url)
+                good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            except ValueError:  # brackets that do not close, a port that is no number
+                good = False
+            require(good, "An item of OpenAIServer.urls", url, "http://... or https://...")
             if parts.username or parts.password:
                 raise UserError(
                     "OpenAIServer.urls holds a user name or a password; put a key into the environment variable that "
                     "OpenAIServer.api_key_env names."
                 )
-            require(
-                parts.scheme in ("http", "https") and bool(parts.netloc),
-                "An item of OpenAIServer.urls",
-                url,
-                "http://... or https://...",
-            )
         require(len(set(self.bases)) == len(self.urls), "OpenAIServer.urls", self.urls, "a list of different servers")
         require(self.api in APIS, "OpenAIServer.api", self.api, " or ".join(APIS))
         for name in ("concurrency", "attempts"):
             require(getattr(self, name) >= 1, f"OpenAIServer.{name}", getattr(self, name), "at least 1")
-        require(self.timeout > 0, "OpenAIServer.timeout", self.timeout, "above 0 seconds")
+        require(0 < self.timeout < inf, "OpenAIServer.timeout", self.timeout, "above 0 seconds")
         require(bool(self.api_key_env), "OpenAIServer.api_key_env", repr(self.api_key_env), "the name of an environment variable")
 
     @property

@@ -17,14 +17,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
+from dataclasses import dataclass
 from typing import Any
 
-import httpx2
-
+from data_prep import server_care
 from data_prep.engines import OpenAIServer
+from data_prep.server_care import Care, Server, examine
+from data_prep.server_http import Http
 from data_prep.server_reply import PATHS, Again, Interpreter, failure
 from drafttrain.errors import UserError
 from drafttrain.target.load import Speaker
@@ -33,44 +32,14 @@ from drafttrain.types import Request, Rollout
 
 FIRST_WAIT = 0.5
 """Seconds before a prompt's second try; doubles with every further one."""
-LONGEST_WAIT = 60.0
 OTHERS_FIRST = 5.0
 """Further seconds before a prompt goes again to the server that it failed at, where there are others."""
-FIRST_REST = 1.0
-"""Seconds that a failing server is left alone; doubles until it answers."""
 IN_A_ROW = 3
 """Failures in a row after which a server rests."""
 START = 30.0
 """Seconds that servers may take to be there at all."""
-GLANCE = 10.0
-"""Most seconds for connecting, and for a list of models."""
-WINDOW, ENOUGH, TOO_MANY = 50, 20, 0.5
-"""Of the last prompts, this many of at least so many may be given up before the run stops."""
-TRANSIENT = {408, 409, 425, 429}
-
-
-@dataclass
-class _Server:
-    url: str
-    well: bool = False
-    """Its list of models was read, and it did not fail several times in a row since."""
-    rests_until: float = 0.0
-    failures: int = 0
-    """In a row."""
-    rests: int = 0
-    """In a row."""
-    rested_at: float = 0.0
-    last_error: str = "nothing asked yet"
-
-    def healthy(self) -> None:
-        self.failures = self.rests = 0
-
-    def rest(self) -> None:
-        """Leaves it alone for a while that doubles each time."""
-        now = time.monotonic()
-        self.well, self.failures, self.rested_at = False, 0, now
-        self.rests_until = now + min(LONGEST_WAIT, FIRST_REST * 2**self.rests)
-        self.rests += 1
+ENOUGH, TOO_MANY = 20, 0.5
+"""Of at least so many of the last prompts, this share may be given up before the run stops."""
 
 
 @dataclass
@@ -78,22 +47,7 @@ class _Job:
     request: Request
     tries: int = 0
     due: float = 0.0
-    failed_at: _Server | None = None
-
-
-@dataclass
-class _Care:
-    """What is known of the servers; outlives the single call."""
-
-    servers: list[_Server]
-    model: str | None
-    recent: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    """Whether each of the last prompts was given up."""
-    ever_answered: bool = False
-    given_up: int = 0
-
-    def errors(self) -> str:
-        return "; ".join(f"{server.url}: {server.last_error}" for server in self.servers)
+    failed_at: Server | None = None
 
 
 class ServerEngine:
@@ -111,7 +65,7 @@ class ServerEngine:
                 f"the environment variable {config.api_key_env} does not hold a key: it has characters that no header may."
             )
         self.interpreter = Interpreter(config, target, seed)
-        self.care = _Care([_Server(url) for url in config.bases], config.model)
+        self.care = Care([Server(url) for url in config.bases], config.model)
 
     def __call__(
         self, requests: Sequence[Request], temperature: float, top_p: float, taps: tuple[int, ...] | None
@@ -199,13 +153,7 @@ class _Exchange:
         self.over: asyncio.Future[None] = self.loop.create_future()
         self.news = asyncio.Event()
         self.running.set()
-        connections = len(self.care.servers) * (self.config.concurrency + 1)
-        async with httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {self.key}"} if self.key else {},
-            timeout=httpx2.Timeout(self.config.timeout, connect=min(GLANCE, self.config.timeout), pool=None),
-            # Servers close idle connections after some 5 s; letting go earlier avoids writing into a closing one.
-            limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections, keepalive_expiry=3.0),
-        ) as self.client:
+        async with Http(self.config, self.key) as self.http:
             servers = self.care.servers
             each = min(self.config.concurrency, self.left)
             work = [self._nurse(server) for server in servers] + [self._worker(s) for _ in range(each) for s in servers]
@@ -233,7 +181,7 @@ class _Exchange:
 
     # ---- taking work ----
 
-    async def _worker(self, server: _Server) -> None:
+    async def _worker(self, server: Server) -> None:
         while not self.over.done():
             now = time.monotonic()
             if self.answers.qsize() >= self.room:
@@ -247,14 +195,14 @@ class _Exchange:
             else:
                 await self._wait(min((self._due(job, server) - now for job in self.again), default=None))
 
-    def _take(self, server: _Server, now: float) -> _Job | None:
+    def _take(self, server: Server, now: float) -> _Job | None:
         """A prompt whose next try is due, else a new one; None if there is none now."""
         for number, job in enumerate(self.again):
             if self._due(job, server) <= now:
                 return self.again.pop(number)
         return _Job(self.fresh.popleft()) if self.fresh else None
 
-    def _due(self, job: _Job, server: _Server) -> float:
+    def _due(self, job: _Job, server: Server) -> float:
         """When this server may try again: later where it failed, to let another one go first."""
         others = any(other.well and other is not server for other in self.care.servers)
         return job.due + (OTHERS_FIRST if others and job.failed_at is server else 0.0)
@@ -270,13 +218,13 @@ class _Exchange:
 
     # ---- one try ----
 
-    async def _try(self, job: _Job, server: _Server) -> None:
+    async def _try(self, job: _Job, server: Server) -> None:
         job.tries += 1
         begun = time.monotonic()
         assert self.care.model is not None  # a server is well only after its list of models was read
         body = self.interpreter.body(job.request, self.care.model, self.temperature, self.top_p)
         try:
-            reply = await self._ask(server, "POST", PATHS[self.config.api], self.config.timeout, body)
+            reply = await self.http.ask(server.url, "POST", PATHS[self.config.api], self.config.timeout, body)
             rollout = self.interpreter.rollout(job.request, reply, server.url)
         except Again as again:
             self._failed(job, server, again, begun)
@@ -285,7 +233,7 @@ class _Exchange:
             self._sign_of_life()
             self._done(rollout)
 
-    def _failed(self, job: _Job, server: _Server, again: Again, begun: float) -> None:
+    def _failed(self, job: _Job, server: Server, again: Again, begun: float) -> None:
         now = time.monotonic()
         server.last_error = str(again)
         if again.wait is not None:
@@ -318,41 +266,9 @@ class _Exchange:
                 "kept: mend the servers and run data_prep again."
             )
 
-    async def _ask(self, server: _Server, method: str, path: str, seconds: float, body: Any = None) -> Any:
-        """The JSON of a reply. Again: it may come out better next time. UserError: it will not."""
-        try:
-            async with asyncio.timeout(seconds):
-                response = await self.client.request(method, server.url + path, json=body)
-        except (TimeoutError, httpx2.TimeoutException):
-            raise Again("time-out") from None
-        except httpx2.ConnectError:
-            raise Again("cannot be reached") from None
-        except httpx2.RequestError as error:
-            raise Again(f"connection lost ({type(error).__name__})") from None
-        status = response.status_code
-        if status in TRANSIENT or status >= 500:
-            raise Again(f"HTTP {status}", _retry_after(response.headers.get("Retry-After")))
-        if status != 200:
-            raise self._refusal(server, status, response.text, path)
-        try:
-            return response.json()
-        except ValueError:
-            raise Again("malformed JSON") from None
-
-    def _refusal(self, server: _Server, status: int, text: str, path: str) -> "_Refused":
-        lines = [line.strip() for line in text.replace(self.key or "\0", "***").splitlines() if line.strip()][:3]
-        hint = {
-            401: f"put the server's key into the environment variable {self.config.api_key_env}",
-            403: f"put a key that may do this into the environment variable {self.config.api_key_env}",
-            404: "check OpenAIServer.urls, model and api",
-        }.get(status, "check OpenAIServer and the lengths in prepare against what it serves")
-        return _Refused(
-            status, f"{server.url}{path} refused a request (HTTP {status}: {' '.join(lines)[:300] or 'no reason given'}); {hint}."
-        )
-
     # ---- looking after servers ----
 
-    async def _nurse(self, server: _Server) -> None:
+    async def _nurse(self, server: Server) -> None:
         """Brings a server (back) to work as soon as it lists its models."""
         while not self.over.done():
             if server.well:
@@ -361,7 +277,7 @@ class _Exchange:
             await asyncio.sleep(max(server.rests_until - time.monotonic(), 0.0))
             first = server.rested_at == 0
             try:
-                await self._examine(server)
+                await examine(self.http, server, self.care, self.config)
             except Again as again:
                 server.last_error = str(again)
                 server.rest()
@@ -372,32 +288,6 @@ class _Exchange:
                 server.well = True
                 self._sign_of_life()
                 self._tell()
-
-    async def _examine(self, server: _Server) -> None:
-        """Decides the model's name if nobody has. UserError if this server does not have it."""
-        care = self.care
-        try:
-            reply = await self._ask(server, "GET", "/v1/models", min(GLANCE, self.config.timeout))
-        except _Refused as refused:
-            if refused.status == 404 and care.model is not None:
-                return  # a gateway without a list
-            raise
-        rows = reply.get("data") if isinstance(reply, dict) else None
-        names = (
-            [row["id"] for row in rows if isinstance(row, dict) and isinstance(row.get("id"), str)]
-            if isinstance(rows, list)
-            else []
-        )
-        if not names:
-            raise Again("no list of models")
-        if care.model is None:
-            care.model = names[0]
-        if care.model not in names:
-            raise UserError(
-                f"{server.url} serves {', '.join(names[:5])}, but not {care.model}"
-                f"{'' if self.config.model else ', which another of OpenAIServer.urls serves'}; all must serve the recipe's target "
-                "under one name (OpenAIServer.model)."
-            )
 
     def _sign_of_life(self) -> None:
         self.care.ever_answered = True
@@ -412,28 +302,6 @@ class _Exchange:
             )
 
 
-class _Refused(UserError):
-    """A status that no further try changes."""
-
-    def __init__(self, status: int, sentence: str):
-        super().__init__(sentence)
-        self.status = status
-
-
 def _backoff(tries: int) -> float:
     """Seconds until the next try, scattered so that many that failed together do not come back together."""
-    return min(LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)) * random.uniform(0.5, 1.5)
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds of a Retry-After header, a number or a date; None if there is none that can be read."""
-    if value is None:
-        return None
-    try:
-        return max(float(value), 0.0)
-    except ValueError:
-        pass
-    try:
-        return max((parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds(), 0.0)
-    except (ValueError, TypeError):
-        return None
+    return min(server_care.LONGEST_WAIT, FIRST_WAIT * 2 ** (tries - 1)) * random.uniform(0.5, 1.5)

@@ -207,7 +207,7 @@ def words(tokenizer, slow: float = 0.0) -> Answer:
 
 def main(target: str, prompts: str, folder: str, urls: list[str]) -> None:
     """Prepare data from servers, without the target's weights: to be killed from outside."""
-    import data_prep.server as server
+    from data_prep import server, server_care
     from data_prep.config import PrepareConfig
     from data_prep.engines import OpenAIServer
     from data_prep.pipeline import prepare
@@ -215,7 +215,7 @@ def main(target: str, prompts: str, folder: str, urls: list[str]) -> None:
     from drafttrain.target.config import TargetConfig
     from drafttrain.target.load import load_speaker
 
-    server.FIRST_WAIT = server.FIRST_REST = 0.05
+    server.FIRST_WAIT = server_care.FIRST_REST = 0.05
     config = PrepareConfig(
         [JsonlPrompts(prompts)],
         engine=OpenAIServer(urls, concurrency=16, timeout=1.0),

@@ -12,24 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 from openai_standin import FAULTS, OpenAIStandin, words
 
 import data_prep.server as server_module
+import data_prep.server_care as server_care
 from data_prep.config import PrepareConfig
-from data_prep.engines import LocalEngine, OpenAIServer
+from data_prep.engines import OpenAIServer
 from data_prep.pipeline import engine, prepare
-from data_prep.server import ServerEngine, _retry_after
+from data_prep.server import ServerEngine
+from data_prep.server_http import retry_after
 from data_prep.server_reply import DOUBTFUL, stream_seed
-from data_prep.sources import JsonlPrompts, SelfPrompts
-from data_prep.stamp import settings
+from data_prep.sources import JsonlPrompts
 from drafttrain.data.store import TokenStore
 from drafttrain.decoding.engine import Sampling, generate
 from drafttrain.errors import UserError
-from drafttrain.recipe import build_recipe
-from drafttrain.recipe_files import Written
 from drafttrain.target.config import TargetConfig
-from drafttrain.target.load import load_speaker, load_target
+from drafttrain.target.load import load_speaker
 from drafttrain.types import Request
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +42,7 @@ def quick(monkeypatch):
         ("START", 0.3),
         ("LONGEST_WAIT", 0.2),
     ):
-        monkeypatch.setattr(server_module, name, seconds)
+        monkeypatch.setattr(server_module if hasattr(server_module, name) else server_care, name, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +291,7 @@ def test_retry_after_is_honoured(speaker, standin):
     begun = time.monotonic()
     list(ask(speaker, [standin.url], concurrency=1)(requests(speaker, 2), 1.0, 1.0, None))
     assert 0.5 <= time.monotonic() - begun < 3
-    assert _retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0 and _retry_after("soon") is None and _retry_after(None) is None
+    assert retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0.0 and retry_after("soon") is None and retry_after(None) is None
 
 
 def test_a_prompt_that_fails_on_every_try_is_given_up_and_named(speaker, standin):
@@ -369,104 +367,6 @@ def test_leaving_early_ends_the_thread(speaker, standin):
     next(rollouts)
     rollouts.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "servers"]
-
-
-# ---- recipe, stamp, speaker --------------------------------------------------------------------------------------------
-
-RECIPE = """
-name: test
-target: {path: somewhere}
-prepare:
-  prompts: [{class_path: SelfPrompts, init_args: {count: 8}}]
-drafter: {class_path: Eagle3}
-objective: {class_path: SoftCrossEntropy}
-optimizer: {lr: 1.0e-3}
-"""
-SERVER = {"class_path": "OpenAIServer", "init_args": {"urls": ["http://a:8000"], "model": "m"}}
-
-
-def recipe(engine=None):
-    tree = yaml.safe_load(RECIPE)
-    if engine is not None:
-        tree["prepare"]["engine"] = engine
-    return build_recipe(Written(tree=tree))
-
-
-def test_the_recipe_chooses_an_engine():
-    assert recipe().prepare.engine == LocalEngine()
-    assert recipe("LocalEngine").prepare.engine == LocalEngine()
-    built = recipe(SERVER)
-    assert built.prepare.engine == OpenAIServer(["http://a:8000"], model="m")
-    for each in (built, recipe()):
-        assert build_recipe(Written(tree=each.plain())).prepare == each.prepare
-    with pytest.raises(
-        UserError, match=r"'prepare.engine.class_path' names no engine: got 'Vllm', known are LocalEngine, OpenAIServer"
-    ):
-        recipe("Vllm")
-    with pytest.raises(UserError, match=r"'prepare.engine.init_args.urls' is missing"):
-        recipe("OpenAIServer")
-    with pytest.raises(UserError, match=r"'prepare.engine.class_path' is missing"):
-        recipe({"init_args": {}})
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"urls": []}, "at least one address"),
-        ({"urls": ["a:8000"]}, "is a:8000; it must be http://"),
-        ({"urls": ["http://a", "http://a/v1"]}, "different servers"),
-        ({"urls": ["http://me:hidden@a"]}, "holds a user name or a password"),
-        ({"api": "responses"}, "it must be completions or chat"),
-        ({"concurrency": 0}, "concurrency is 0"),
-        ({"attempts": 0}, "attempts is 0"),
-        ({"timeout": 0.0}, "timeout is 0.0"),
-        ({"api_key_env": ""}, "name of an environment variable"),
-    ],
-)
-def test_nonsense_is_refused(options, sentence):
-    with pytest.raises(UserError) as error:
-        OpenAIServer(**{"urls": ["http://a"], **options})
-    assert sentence in str(error.value) and "hidden" not in str(error.value)
-
-
-def test_the_stamp_holds_what_decides_the_data(speaker):
-    def stamp(engine_):
-        return settings(PrepareConfig([SelfPrompts(3)], engine=engine_), speaker)
-
-    one = stamp(OpenAIServer(["http://a"], model="m"))
-    assert one == stamp(
-        OpenAIServer(["http://b", "http://c"], model="m", concurrency=1, timeout=1.0, attempts=1, api_key_env="K")
-    )
-    assert one != stamp(OpenAIServer(["http://a"], model="n")) and one != stamp(OpenAIServer(["http://a"], model="m", api="chat"))
-    assert one != stamp(LocalEngine()) and json.loads(json.dumps(one)) == one
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_a_speaker_is_the_target_without_its_weights(target_folders, name):
-    config = TargetConfig(path=str(target_folders(name)), template_arguments={"some": 1})
-    light, whole = load_speaker(config), load_target(config, device="cpu")
-    assert light.identity == whole.identity
-    for field in ("end_ids", "dtype", "layers", "hidden", "vocab", "max_positions"):
-        assert getattr(light, field) == getattr(whole, field), field
-    messages = list(chat(1))
-    assert light.render(messages) == whole.render(messages) and light.user_prefix() == whole.user_prefix()
-    with pytest.raises(UserError, match="data.features to online"):
-        light.check_taps((1,))
-
-
-def test_a_speaker_knows_further_ends_and_needs_weights_for_its_name(target_folders, tmp_path):
-    for file in target_folders("llama").iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 7]}))
-    config = TargetConfig(path=str(tmp_path))
-    assert load_speaker(config).end_ids == load_target(config, device="cpu").end_ids == (2, 7)
-    (tmp_path / "generation_config.json").unlink()
-    assert load_speaker(config).end_ids == load_target(config, device="cpu").end_ids == (2,)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="without weights"):
-        load_speaker(config)
-    with pytest.raises(UserError, match="no such folder"):
-        load_speaker(TargetConfig(path="./nowhere"))
 
 
 # ---- the data stage ----------------------------------------------------------------------------------------------------
