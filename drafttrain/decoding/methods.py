@@ -5,18 +5,25 @@ Those that need no drafter are the baselines that every trained one has to beat.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from drafttrain.decoding.batch import Verifier
+from drafttrain.decoding.calibrate import Acceptance, calibrate
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.propose_drawn import DrawnProposer
+from drafttrain.decoding.propose_merged import MergedProposer, RoutedProposer
 from drafttrain.decoding.propose_ngram import LookupProposer, NGramProposer
+from drafttrain.decoding.propose_recycling import RecyclingProposer, assumed_shape
+from drafttrain.decoding.propose_static import StaticTreeProposer
 from drafttrain.decoding.propose_tree import TreeProposer
 from drafttrain.decoding.proposer import Proposer
 from drafttrain.decoding.sampling import Sampling
+from drafttrain.decoding.tree_shape import TreeShape
 from drafttrain.decoding.verify_chain import Block, TokenWise
 from drafttrain.decoding.verify_tree import Rejection
 from drafttrain.drafters.base import DrafterNet
+from drafttrain.drafters.save import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.target.target import Target
 from drafttrain.types import Request
@@ -138,6 +145,62 @@ class DrawnTree(Method):
 
 
 @dataclass(frozen=True)
+class StaticTree(Method):
+    """A tree of a fixed shape, the best one for the acceptance that was measured on the target's own answers (Medusa, Hydra)."""
+
+    nodes: int = 32
+    file: str | None = None
+    """Where the measured acceptance is kept, best beside the drafter; measured and written there if it is missing. null: measured anew
+    every time."""
+    depth: int = 6
+    """Depths that are measured."""
+    ranks: int = 8
+    """Guesses at each place that are measured."""
+
+    def __post_init__(self) -> None:
+        self._at_least_one(nodes=self.nodes, depth=self.depth, ranks=self.ranks)
+
+    def prepare(self, target: Target, net: DrafterNet, requests: Sequence[Request]) -> Method:
+        if self.file is not None and Path(self.file).exists():
+            return self.of(Acceptance.load(Path(self.file), net))
+        acceptance = calibrate(target, net, requests, self.depth, self.ranks)
+        if self.file is not None:
+            acceptance.save(Path(self.file))
+        return self.of(acceptance)
+
+    def of(self, acceptance: Acceptance) -> "FixedTree":
+        """The tree for what was measured."""
+        return FixedTree(acceptance.tree(self.nodes).paths)
+
+    def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
+        if self.file is None:
+            raise UserError(
+                "StaticTree.file is null, and no acceptance was measured that would shape the tree; set file to where it was, or will be, "
+                "written."
+            )
+        return self.of(Acceptance.load(Path(self.file), net)).proposer(net, sampling)
+
+    @property
+    def label(self) -> str:
+        return f"static tree, {self.nodes} nodes"
+
+
+@dataclass(frozen=True)
+class FixedTree(Method):
+    """A tree of a shape that is known."""
+
+    paths: tuple[tuple[int, ...], ...]
+    """Ranks from the anchor on of every node, level by level."""
+
+    def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
+        return StaticTreeProposer(net, TreeShape(self.paths))
+
+    @property
+    def label(self) -> str:
+        return f"static tree, {len(self.paths)} nodes"
+
+
+@dataclass(frozen=True)
 class Lookup(Method):
     """Prompt lookup, without a drafter."""
 
@@ -177,3 +240,94 @@ class NGram(Method):
     @property
     def label(self) -> str:
         return f"n-gram {self.drafts}"
+
+
+@dataclass(frozen=True)
+class Recycling(Method):
+    """Token Recycling: behind each token what the target guessed there last time, without a drafter."""
+
+    nodes: int = 40
+    top_k: int = 8
+    """Guesses that are kept for each token."""
+    depth: int = 6
+
+    def __post_init__(self) -> None:
+        self._at_least_one(nodes=self.nodes, top_k=self.top_k, depth=self.depth)
+
+    def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
+        words = net.vocabulary.size
+        shape = assumed_shape(self.nodes, min(self.top_k, words), self.depth)
+        return RecyclingProposer(shape, words, net.speakable_V.device)
+
+    @property
+    def label(self) -> str:
+        return f"recycling, {self.nodes} nodes"
+
+
+@dataclass(frozen=True)
+class Graft(Tree):
+    """A dynamic tree, and on it a branch of what followed the same words earlier in the row's own text (RASD)."""
+
+    copied: int = 8
+    """Longest branch."""
+    longest: int = 4
+    """Longest run of tokens that is looked for."""
+    trust: float = 2.0
+    """Copied drafts that each matched token vouches for."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        NGram(self.copied, self.longest, self.trust)
+
+    def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
+        return MergedProposer([super().proposer(net, sampling), NGramProposer(self.copied, self.longest, self.trust)])
+
+    @property
+    def label(self) -> str:
+        return f"{super().label}, {self.copied} copied"
+
+
+@dataclass(frozen=True)
+class Experts(Tree):
+    """Dynamic trees of several drafters of one target, each trained for other text (TAPS)."""
+
+    drafters: list[str] = field(default_factory=list)
+    """Folders of the drafters besides the one at hand."""
+    by: Literal["merge", "route"] = "merge"
+    """Verify the trees of all of them under one anchor, or for each row the tree of the drafter that expects most to be accepted."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.drafters:
+            raise UserError(
+                "Experts.drafters is empty, but must hold the folder of at least one more drafter; for a single one, use Tree."
+            )
+
+    def prepare(self, target: Target, net: DrafterNet, requests: Sequence[Request]) -> Method:
+        dtype = next(net.parameters()).dtype
+        nets = tuple(load_drafter(Path(folder), target)[0].to(dtype) for folder in self.drafters)
+        return LoadedExperts(self.drafts, self.top_k, self.nodes, self.least_gain, nets, self.by)
+
+    def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
+        raise ValueError("the other drafters are not loaded: prepare first")
+
+    @property
+    def label(self) -> str:
+        return f"{1 + len(self.drafters)} drafters by {self.by}, {super().label}"
+
+
+@dataclass(frozen=True)
+class LoadedExperts(Tree):
+    """Drafters at hand; fields as of `Experts`."""
+
+    others: tuple[DrafterNet, ...] = ()
+    by: str = "merge"
+
+    def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
+        routed, shape = self.by == "route", (self.drafts, self.top_k, self.nodes, self.least_gain)
+        members = [TreeProposer(each, *shape, estimates=routed) for each in (net, *self.others)]
+        return RoutedProposer(members) if routed else MergedProposer(members)
+
+    @property
+    def label(self) -> str:
+        return f"{1 + len(self.others)} drafters by {self.by}, {super().label}"

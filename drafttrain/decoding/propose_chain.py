@@ -6,6 +6,8 @@ own estimate that all of them are kept.
 Letters: B rows in play, K drafts, H drafter width, V draft vocabulary.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,9 @@ from drafttrain.types import Proposal
 class ChainProposer(DrafterProposer):
     """A trained drafter, one token after another, greedily."""
 
-    def __init__(self, net: DrafterNet, drafts: int, least_confidence: float = 0.0, estimates: bool = False):
-        """`estimates`: work out `expected_B`, which costs two reductions a draft."""
+    def __init__(self, net: DrafterNet, drafts: int, least_confidence: float = 0.0):
         super().__init__(net, drafts)
-        self.least_confidence, self.estimates = least_confidence, estimates or least_confidence > 0
+        self.least_confidence = least_confidence
 
     @property
     def stepped(self) -> int:
@@ -37,12 +38,10 @@ class ChainProposer(DrafterProposer):
             logits_B1V = self._logits(hidden_B1H, prev_B1)
             prev_B1 = self.net.speakable_V[logits_B1V.argmax(-1)]
             drafts.append(prev_B1)
-            if self.estimates:
+            if self.least_confidence:
                 logp.append(logits_B1V.float().log_softmax(-1).amax(-1))
         proposal = chain_of(torch.cat(drafts, dim=1))
-        if not self.estimates:
+        if not self.least_confidence:
             return proposal
-        path_BK = torch.cat(logp, dim=1).cumsum(1).exp()
-        self.expected_B = path_BK.sum(1)
-        exists_BK = path_BK >= self.least_confidence if self.least_confidence else None
+        exists_BK = torch.cat(logp, dim=1).cumsum(1) >= math.log(self.least_confidence)
         return Proposal(proposal.tokens_BN, proposal.parents_BN, exists_BK)

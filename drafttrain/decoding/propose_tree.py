@@ -25,7 +25,13 @@ class TreeProposer(DrafterProposer):
     to verify than it brings (OPT-Tree, Wang et al. 2024, arXiv 2406.17276, which stops to grow there).
     """
 
-    def __init__(self, net: DrafterNet, drafts: int, top_k: int = 8, nodes: int = 32, least_gain: float = 0.0):
+    expected_B: Tensor
+    """Accepted drafts that the drafter expects in the last proposal, the sum of its path probabilities; worked out if asked for."""
+
+    def __init__(
+        self, net: DrafterNet, drafts: int, top_k: int = 8, nodes: int = 32, least_gain: float = 0.0, estimates: bool = False
+    ):
+        """`estimates`: work out `expected_B`."""
         super().__init__(net, drafts)
         candidates, words = top_k + (drafts - 1) * top_k**2, len(net.speakable_V)
         if not 1 <= top_k <= words or not 1 <= nodes <= candidates:
@@ -33,7 +39,7 @@ class TreeProposer(DrafterProposer):
                 f"a tree of {nodes} nodes from the best {top_k} on each of {drafts} levels cannot be built: the draft vocabulary has {words} tokens, "
                 f"and there are {candidates} candidates; lower nodes, or raise top_k or drafts."
             )
-        self.top_k, self._nodes, self.least_gain = top_k, nodes, least_gain
+        self.top_k, self._nodes, self.least_gain, self.estimates = top_k, nodes, least_gain, estimates
         self.drafts = min(drafts, nodes)  # a path has no more nodes than the tree
 
     @property
@@ -84,6 +90,7 @@ class TreeProposer(DrafterProposer):
         parent_BN = parents_BC.gather(1, chosen_BN)
         renumbered_BN = torch.where(parent_BN < 0, -1, number_BC.gather(1, parent_BN.clamp(min=0)))
         logp_BN = scores_BC.gather(1, chosen_BN)
-        self.expected_B = logp_BN.exp().sum(1)
+        if self.estimates:
+            self.expected_B = logp_BN.exp().sum(1)
         exists_BN = logp_BN >= math.log(self.least_gain) if self.least_gain else None
         return Proposal(tokens_BC.gather(1, chosen_BN), renumbered_BN, exists_BN)

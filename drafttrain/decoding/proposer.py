@@ -69,9 +69,6 @@ def chain_of(tokens_BK: Tensor) -> Proposal:
 class DrafterProposer(Proposer):
     """What chains and trees of a trained drafter share."""
 
-    expected_B: Tensor
-    """Accepted drafts that the drafter itself expects in the last proposal: the sum of its path probabilities. Not all work it out."""
-
     def __init__(self, net: DrafterNet, drafts: int):
         if drafts < 1:
             raise UserError(f"a drafter was asked for {drafts} drafts in a round, but proposes at least 1.")

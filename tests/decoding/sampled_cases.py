@@ -41,7 +41,11 @@ def small_drafter(target: Target, words: int = WORDS):
     """A random drafter with the target's head, over the last `words` tokens."""
     torch.manual_seed(5)
     vocabulary = DraftVocabulary(torch.arange(WORDS - words, WORDS), WORDS)
-    return Eagle3(taps=[0, 1, 2], draft_vocab=None if words == WORDS else words).build(target, vocabulary).eval()
+    net = Eagle3(taps=[0, 1, 2], draft_vocab=None if words == WORDS else words).build(target, vocabulary)
+    with torch.no_grad():
+        for weight in net.midlayer.parameters():
+            weight.mul_(3 if weight.dim() > 1 else 1)  # so that what it guesses depends on what it read
+    return net.eval()
 
 
 def answers(target: Target, net, method: Method, sampling: Sampling, rows: int, limit: int = ANSWER) -> list[Rollout]:

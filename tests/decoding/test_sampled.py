@@ -84,6 +84,7 @@ def test_block_keeps_at_least_as_much_as_token_wise(target):
 
 @pytest.mark.parametrize("widths", [(1, 1, 1), (3, 2, 1), (2, 9), (12,)])
 @pytest.mark.parametrize("words", [WORDS, WORDS - 2])
+@torch.no_grad()
 def test_drafts_are_drawn_from_the_drafter_itself(target, widths, words):
     """q against a fresh drafter that steps each path alone; the proposal is well-formed, and the same whoever shares the batch."""
     net, sampling = small_drafter(target, words), Sampling(temperature=0.8, top_p=0.95)
@@ -101,7 +102,7 @@ def test_drafts_are_drawn_from_the_drafter_itself(target, widths, words):
     check(proposal)
     alone = propose([1], [12])
     assert torch.equal(alone.tokens_BN[0], proposal.tokens_BN[1]) and torch.equal(alone.valid_BN[0], proposal.valid_BN[1])
-    assert not torch.equal(propose([1], [13]).tokens_BN, alone.tokens_BN) or widths == (12,)
+    assert len({str(propose([1], [stream]).tokens_BN.tolist()) for stream in range(20)}) > 1
     for b in range(2):
         for place in range(1 + proposer.nodes - proposer.sizes[-1]):
             path, node = [], place - 1
@@ -116,6 +117,7 @@ def test_drafts_are_drawn_from_the_drafter_itself(target, widths, words):
             torch.testing.assert_close(proposal.q_BPV[b, place], wanted, atol=1e-5, rtol=1e-4)
 
 
+@torch.no_grad()
 def test_confidence_ends_a_drawn_chain_before_the_token_is_drawn(target):
     """A draft exists where the product of the largest probabilities of q down to its place is large enough, whatever was drawn there."""
     proposer = Chain(4, draw=True, least_confidence=0.12).proposer(small_drafter(target), Sampling(temperature=1.0))
@@ -126,7 +128,7 @@ def test_confidence_ends_a_drawn_chain_before_the_token_is_drawn(target):
     proposal = proposer.propose(ids, torch.full((200,), 7), torch.arange(200), 64)
     sure = proposal.q_BPV[:, :-1].amax(-1).cumprod(1)
     assert torch.equal(proposal.valid_BN, sure >= 0.12)
-    assert len(proposal.valid_BN.sum(1).unique()) > 1, sure.quantile(0.5, dim=0)
+    assert len(proposal.valid_BN.sum(1).unique()) > 1
 
 
 def test_drawing_at_temperature_zero_is_refused(target):
