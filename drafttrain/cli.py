@@ -25,6 +25,7 @@ COMMANDS = {
     "train": "train the drafter (under torchrun for several processes); goes on from the last checkpoint",
     "export": "write the best drafter as a folder that vLLM and SGLang load; --push REPO sends it to the Hub",
     "validate": "prove the export on held-out prompts: losslessness, acceptance, speed; writes report/",
+    "bench": "time every method of drafting against plain decoding, by question category; writes report/bench/",
     "generate": "answer a --prompt, the tokens that the drafter guessed in colour",
     "trim": "cut a trained drafter's head down to --size tokens without training, as a run of its own",
     "plan": "print the resolved recipe and its arithmetic; starts nothing",
@@ -117,6 +118,7 @@ def _options_parser(command: str, program: str) -> _Parser:
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are (default: runs)")
     if command == "generate":
         parser.add_argument("--prompt", metavar="TEXT", help="what the user says")
+    if command in ("generate", "bench"):
         parser.add_argument("--draft", type=Path, metavar="DIR", help="an export or a checkpoint, instead of the run's own")
     if command == "trim":
         parser.add_argument(

@@ -58,7 +58,7 @@ def acceptance_by_depth(methods: Mapping[str, Acceptance]) -> Figure:
         axes.set_xlabel("depth of the draft token")
         axes.set_ylim(0, 1.08)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    left.legend(frameon=False, fontsize=8, loc="upper right")
+    right.legend(frameon=False, fontsize=8, loc="upper right")  # reach falls with depth and leaves room there
     return figure
 
 
@@ -152,6 +152,88 @@ def bars(values: Mapping[str, float]) -> Figure:
     axes.set_xlim(0, 1.2 * max([1.0, *values.values()]))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
+    return figure
+
+
+def by_category(panels: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
+    """A panel of horizontal bars for each title: category -> method -> value; the line at 1 is plain decoding."""
+    first = next(iter(panels.values()))
+    methods = list(dict.fromkeys(name for values in first.values() for name in values))
+    thickness = 0.84 / max(len(methods), 1)
+    figure, all_axes = _figure(len(panels), width=4.6 * len(panels), height=1.2 + 0.19 * len(first) * (len(methods) + 0.7))
+    for axes, (title, categories) in zip(all_axes, panels.items(), strict=True):
+        for index, name in enumerate(methods):
+            present = [(row, values[name]) for row, values in enumerate(categories.values()) if name in values]
+            rows = [row + (index - (len(methods) - 1) / 2) * thickness for row, _ in present]
+            drawn = axes.barh(rows, [v for _, v in present], thickness * 0.9, color=colour(name, index), label=name)
+            axes.bar_label(drawn, fmt="%.2f", padding=2, fontsize=7, color=FAINT)
+        axes.axvline(1.0, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+        axes.set_yticks(range(len(categories)), list(categories))
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.15 * max([1.0, *(v for values in categories.values() for v in values.values())]))
+        axes.set_xlabel(f"{title} (dashed: plain decoding)")
+        axes.grid(axis="y", visible=False)
+        axes.grid(axis="x", color=GRID)
+    figure.legend(*all_axes[0].get_legend_handles_labels(), loc="outside upper left", frameon=False, fontsize=8, ncols=4)
+    return figure
+
+
+def stacked(bars: Mapping[str, Mapping[str, float]], x_label: str) -> Figure:
+    """A horizontal bar for each name, made of its parts, each in the same order and colour; the total stands at its end."""
+    parts = list(dict.fromkeys(part for values in bars.values() for part in values))
+    figure, (axes,) = _figure(1, width=8.0, height=1.4 + 0.42 * max(len(bars), 1))
+    left = [0.0] * len(bars)
+    for index, part in enumerate(parts):
+        widths = [max(values.get(part, 0.0), 0.0) for values in bars.values()]  # a part by subtraction may come out below nothing
+        axes.barh(list(bars), widths, left=left, height=0.62, color=PALETTE[index % len(PALETTE)], label=part)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for row, total in enumerate(left):
+        axes.annotate(f"{total:.2f}", (total, row), (4, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
+    axes.set_xlim(0, 1.12 * max([*left, 1e-9]))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=GRID)
+    axes.set_xlabel(x_label)
+    figure.legend(loc="outside upper left", frameon=False, fontsize=8, ncols=len(parts))
+    return figure
+
+
+def speed_by_drafts(speedup: Mapping[int, float], tau: Mapping[int, float], best: int) -> Figure:
+    """Speed-up (left, `best` marked) and tau (right) by number of drafts; the line at 1 is plain decoding."""
+    figure, (left, right) = _figure(2, width=9.0)
+    for axes, values, label, shade in ((left, speedup, "speed-up", PALETTE[0]), (right, tau, "tau", PALETTE[2])):
+        axes.plot(list(values), list(values.values()), color=shade, linewidth=1.6, marker="o", markersize=4)
+        axes.axhline(1.0, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+        axes.set_xticks(list(values))
+        axes.set_xlim(min(values) - 0.6, max(values) + 0.6)
+        axes.set_xlabel("drafts in a round (dashed: plain decoding)")
+        axes.set_title(label)
+    left.plot([best], [speedup[best]], "o", markersize=11, markerfacecolor="none", markeredgecolor=PALETTE[5], markeredgewidth=2)
+    mark = f"best: {best}, {speedup[best]:.2f}"
+    low, high = min([1.0, *speedup.values()]), max([1.0, *speedup.values()])
+    left.set_ylim(low - 0.15 * (high - low), high + 0.3 * (high - low))
+    left.annotate(mark, (best, speedup[best]), (0, 11), textcoords="offset points", ha="center", fontsize=8, color=PALETTE[5])
+    return figure
+
+
+def speed_by_batch(rates: Mapping[str, Mapping[int, float]], speedups: Mapping[str, Mapping[int, float]]) -> Figure:
+    """Tokens a second (left, on logarithmic scales) and speed-up (right) by batch size, a line for each method."""
+    figure, (left, right) = _figure(2, width=9.5, height=3.6)
+    for axes, lines, title in ((left, rates, "tokens/s"), (right, speedups, "speed-up (dashed: plain decoding)")):
+        for index, (name, values) in enumerate(lines.items()):
+            shade = colour(name, index)
+            axes.plot(list(values), list(values.values()), color=shade, linewidth=1.6, marker="o", markersize=3, label=name)
+        batches = list(next(iter(lines.values())))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [str(batch) for batch in batches])
+        axes.set_xlabel("answers at the same time")
+        axes.set_title(title)
+    left.set_yscale("log")
+    left.yaxis.set_major_formatter(lambda value, _: short_number(value))
+    left.yaxis.set_minor_formatter(lambda value, _: "")
+    left.legend(frameon=False, fontsize=8, loc="upper left")
+    right.axhline(1.0, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+    right.set_ylim(bottom=0)
     return figure
 
 

@@ -21,6 +21,7 @@ from data_prep.engines import Engine
 from data_prep.sources import PromptSource
 from drafttrain import drafters
 from drafttrain.data.stream import DataConfig
+from drafttrain.decoding.methods import Method
 from drafttrain.drafters.base import DrafterConfig
 from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
@@ -31,13 +32,20 @@ from drafttrain.target.config import TargetConfig
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.optimizer import OptimizerConfig
 from drafttrain.tasks.speed_config import SpeedConfig
+from drafttrain.validation.bench_config import BenchConfig
 from drafttrain.validation.config import ValidateConfig
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 for _module in pkgutil.iter_modules(drafters.__path__, "drafttrain.drafters."):
     importlib.import_module(_module.name)  # so that a new file in drafters/ is known by its class name
 
-BASES: dict[type, str] = {DrafterConfig: "drafter", Objective: "objective", PromptSource: "prompt source", Engine: "engine"}
+BASES: dict[type, str] = {
+    DrafterConfig: "drafter",
+    Objective: "objective",
+    PromptSource: "prompt source",
+    Engine: "engine",
+    Method: "method",
+}
 """Classes that a recipe chooses by name, and what one is called."""
 
 FROM_TORCHRUN = "accelerator", "devices", "num_nodes", "use_distributed_sampler"
@@ -58,6 +66,7 @@ class Recipe:
     checkpoint: CheckpointConfig
     export: ExportConfig
     validate: ValidateConfig
+    bench: BenchConfig = field(default_factory=BenchConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of lightning.pytorch.Trainer, passed through (max_steps, precision, strategy, logger, ...)."""
@@ -124,6 +133,8 @@ def sections_help() -> str:
         texts.append(_class_help(cls, "init_args", f"prepare.prompts, an item of class_path: {name}"))
     for name, cls in choices(Engine).items():
         texts.append(_class_help(cls, "prepare.engine.init_args", f"prepare.engine.class_path: {name}"))
+    for name, cls in choices(Method).items():
+        texts.append(_class_help(cls, "init_args", f"bench.methods, an item of class_path: {name}"))
     texts.insert(0, "name (str): the run folder is runs/<name>/")
     texts.append(
         "trainer: arguments of lightning.pytorch.Trainer, except "

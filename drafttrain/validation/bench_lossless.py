@@ -1,0 +1,60 @@
+"""Do methods say plain decoding's very tokens, and where they do not, is it a tie or a fault?
+
+Greedily, two tokens tie where their logits are as close as rounding. Sampled with a row's own random number u, the target says the
+token in whose piece of the cumulative distribution u falls, so they tie where u stands as close as rounding to the other's piece.
+Passes of other shapes round differently: in bf16 ties are common, in fp32 rare.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from drafttrain.decoding.sampling import Sampling, probabilities, stream_of, uniforms
+from drafttrain.layouts import one_chat
+from drafttrain.target.target import Target
+from drafttrain.types import Rollout
+from drafttrain.validation.bench_passes import Row
+from drafttrain.validation.passes import Difference, differences
+
+TIE = 1e-4
+"""Closer than this, in logits or in probability, fp32 may part too."""
+
+
+def compare(target: Target, plain: Sequence[Row], rows: Sequence[Row], sampling: Sampling) -> list[Difference]:
+    """For every question that was ever answered otherwise than plain decoding's first run did, where that began. With its gap."""
+    reference = {row.question: row.rollouts for row in plain if row.run == 1}
+    found: dict[str, Difference] = {}
+    for row in rows:
+        if row.question in found:
+            continue
+        parted = differences(row.method, reference[row.question], row.rollouts)
+        if parted:
+            rollout = next(r for r in reference[row.question] if r.key == parted[0].key)
+            found[row.question] = replace(parted[0], gap=gap(target, rollout, parted[0], sampling))
+    return list(found.values())
+
+
+@torch.no_grad()
+def gap(target: Target, rollout: Rollout, difference: Difference, sampling: Sampling) -> float | None:
+    """How far the other token was from being plain decoding's, by the target in one plain pass: in logits, or, sampled, in
+    probability. None where one of the two had ended."""
+    if difference.plain is None or difference.other is None:
+        return None
+    place = rollout.prompt_len + difference.position
+    features = target.read_packed(one_chat(rollout.ids[:place].to(target.device), rollout.prompt_len), ())
+    logits_V = target.logits(features.final_BTD[0, -1:])[0].float()
+    if sampling.temperature == 0:
+        return float(logits_V[difference.plain] - logits_V[difference.other])
+    upper_V = probabilities(logits_V, sampling).double().cumsum(0)
+    stream_B, position_BT = torch.tensor([stream_of(rollout.key, sampling.seed)]), torch.tensor([[place]])
+    u = float(uniforms(stream_B, position_BT)) * float(upper_V[-1])
+    lower = float(upper_V[difference.other - 1]) if difference.other else 0.0
+    return max(lower - u, u - float(upper_V[difference.other]))
+
+
+def faults(target: Target, found: Sequence[Difference]) -> list[Difference]:
+    """Those that no rounding explains: in fp32, where no two tokens tie."""
+    if target.dtype != torch.float32:
+        return []
+    return [d for d in found if d.gap is None or d.gap > TIE]

@@ -1,0 +1,231 @@
+"""Passes of a benchmark over its questions: timed, by stage, and many answers at a time.
+
+Questions are answered one at a time with the device waited for before and after each, so that a question's seconds are its own;
+reading its prompts is among them. Stages are timed in a pass of their own, since timing them costs a little.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from time import perf_counter
+
+import torch
+
+from drafttrain.decoding.batch import whole_blocks
+from drafttrain.decoding.engine import Engine
+from drafttrain.decoding.graphs import StageClock
+from drafttrain.decoding.measure import check_counts
+from drafttrain.decoding.methods import Method
+from drafttrain.decoding.sampling import Sampling
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.target.target import Target
+from drafttrain.types import Rollout
+from drafttrain.validation.bench_questions import Asked
+
+WARM_TOKENS = 8
+"""Length of the answers that warm a CPU up for a batch."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Plain decoding, or a method."""
+
+    label: str
+    target: Target
+    net: DrafterNet
+    method: Method | None = None
+    """With all that it needs."""
+
+    def exact(self, sampling: Sampling) -> bool:
+        """Whether it must say plain decoding's very tokens; else its verifier keeps their distribution alone."""
+        return self.method is None or self.method.verifier(sampling) is None
+
+    def can(self, sampling: Sampling) -> bool:
+        """Whether it works at this temperature: a verifier that weighs probabilities has none to weigh at 0."""
+        return sampling.temperature > 0 or self.exact(sampling)
+
+    def engine(self, sampling: Sampling, slots: int = 1) -> Engine:
+        """An engine of its own. UserError if the method cannot be had with this drafter."""
+        if self.method is None:
+            return Engine(self.target, sampling=sampling, slots=slots)
+        proposer, verify = self.method.proposer(self.net, sampling), self.method.verifier(sampling)
+        return Engine(self.target, proposer=proposer, verify=verify, sampling=sampling, slots=slots)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One question answered once by one method."""
+
+    part: str
+    """questions, or draft length."""
+    temperature: float
+    method: str
+    run: int
+    """1, 2, ..."""
+    question: str
+    category: str
+    seconds: float
+    """Of all turns, prefill included."""
+    rollouts: tuple[Rollout, ...]
+    """One a turn."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(rollout.answer) for rollout in self.rollouts)
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def accepted(self) -> list[int]:
+        """Of the rounds of all turns."""
+        return [count for rollout in self.rollouts for count in rollout.accepted]
+
+    def facts(self) -> dict:
+        """A line of bench.jsonl; lists have one entry a turn. Token ids stand in the first run's lines."""
+        line = {name: getattr(self, name) for name in ("part", "temperature", "method", "run", "question", "category", "seconds")}
+        line |= {
+            "tokens": [len(rollout.answer) for rollout in self.rollouts],
+            "prompt_tokens": [rollout.prompt_len for rollout in self.rollouts],
+            "accepted": [rollout.accepted for rollout in self.rollouts],
+            "cut": [rollout.cut for rollout in self.rollouts],
+        }
+        return line | ({"ids": [rollout.answer.tolist() for rollout in self.rollouts]} if self.run == 1 else {})
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Where the seconds of answering some questions, one at a time, went."""
+
+    tokens: int
+    rounds: int
+    prefill: float
+    draft: float
+    check: float
+    commit: float
+    rest: float
+    """Of the rounds, outside the three stages: the host's part."""
+
+
+def answer(engine: Engine, asked: Asked) -> tuple[tuple[Rollout, ...], float]:
+    """All turns of a question, and the seconds they took."""
+    _wait(engine)
+    start = perf_counter()
+    rollouts = tuple(rollout for request in asked.requests for rollout in engine.generate([request]))
+    _wait(engine)
+    return rollouts, perf_counter() - start
+
+
+def warm_up(engine: Engine, asked: Sequence[Asked], least: int) -> None:
+    """Answer the questions with the longest prompts untimed, so that no buffer has to grow later.
+
+    On a GPU a round's graph is of one extent (slots looked at): run plainly when first met and recorded at the second time. So there
+    it goes on, skipping questions that can meet no new extent, until no question will.
+    """
+    met: Counter[int] = Counter()
+    graphs = engine.target.device.type == "cuda"
+    for index, each in enumerate(sorted(asked, key=lambda a: a.longest, reverse=True)):
+        if index < least or (graphs and any(met[extent] < 2 for extent in _may_meet(engine, each))):
+            found = _meet(engine, each, met)
+            if graphs and any(met[extent] < 2 for extent in found):
+                _meet(engine, each, met)
+
+
+def _meet(engine: Engine, asked: Asked, met: Counter[int]) -> set[int]:
+    found = [extent for rollout in answer(engine, asked)[0] for extent in extents(engine, rollout)]
+    met.update(found)
+    return set(found)
+
+
+def extents(engine: Engine, rollout: Rollout) -> list[int]:
+    """The extent of every round of an answer."""
+    read, found = rollout.prompt_len, []
+    for accepted in rollout.accepted:
+        found.append(_extent(engine, read))
+        read += accepted + 1
+    return found
+
+
+def _may_meet(engine: Engine, asked: Asked) -> set[int]:
+    return {_extent(engine, len(r.ids) + said) for r in asked.requests for said in range(r.limit)}
+
+
+def _extent(engine: Engine, read: int) -> int:
+    """Slots that a round looks at where the target has read so many tokens (as the engine rounds them)."""
+    ahead = max(engine.proposer.nodes, engine.proposer.reach) if engine.proposer else 0
+    return whole_blocks(read + 2 + ahead)
+
+
+def time_questions(engine: Engine, asked: Sequence[Asked], run: int, part: str, method: str) -> list[Row]:
+    """Answer every question once; `run`, `part` and `method` are what the rows are called by.
+
+    Raises:
+        RuntimeError: if the engine's records contradict themselves.
+    """
+    rows, temperature = [], engine.sampling.temperature
+    drafts = engine.proposer.drafts if engine.proposer else 0
+    for each in asked:
+        rollouts, seconds = answer(engine, each)
+        check_counts(method, rollouts, drafts)
+        rows.append(Row(part, temperature, method, run, each.key, each.category, seconds, rollouts))
+    return rows
+
+
+@dataclass
+class _Clock(StageClock):
+    """Notes also when a prompt's first round began. The host knows the answer's first token then, so a GPU has read the prompt."""
+
+    first_round: float | None = None
+
+    def time(self, name: str, stage: Callable[[], None], cuda: bool) -> None:
+        if self.first_round is None:
+            self.first_round = perf_counter()
+        super().time(name, stage, cuda)
+
+
+def time_stages(engine: Engine, asked: Sequence[Asked]) -> Stages:
+    """Answer the questions with a clock on every stage."""
+    clock = engine.clock = _Clock()
+    tokens, prefill, rounds = 0, 0.0, 0.0
+    for request in (request for each in asked for request in each.requests):
+        clock.first_round = None
+        _wait(engine)
+        start = perf_counter()
+        tokens += sum(len(rollout.answer) for rollout in engine.generate([request]))
+        _wait(engine)
+        end = perf_counter()
+        begun = end if clock.first_round is None else clock.first_round
+        prefill, rounds = prefill + begun - start, rounds + end - begun
+    engine.clock = None
+    clock.settle()
+    draft, check, commit = (clock.seconds.get(stage, 0.0) for stage in ("draft", "check", "commit"))
+    return Stages(tokens, clock.rounds, prefill, draft, check, commit, rounds - draft - check - commit)
+
+
+def throughput(contender: Contender, sampling: Sampling, asked: Sequence[Asked], batch: int, repeats: int) -> list[float]:
+    """Tokens a second with `batch` answers at a time, in each run: the first turns of the questions, copied as needed."""
+    engine = contender.engine(sampling, batch)
+    firsts = islice(cycle(each.requests[0] for each in asked), batch)
+    requests = [replace(request, key=f"{request.key}#{i}") for i, request in enumerate(firsts)]
+    if engine.target.device.type == "cuda":
+        for _ in range(2):  # the same rounds as will be timed, met and then recorded
+            list(engine.generate(requests))
+    else:
+        list(engine.generate([replace(request, limit=min(request.limit, WARM_TOKENS)) for request in requests]))
+    found = []
+    for _ in range(repeats):
+        _wait(engine)
+        start = perf_counter()
+        rollouts = list(engine.generate(requests))
+        _wait(engine)
+        found.append(sum(len(rollout.answer) for rollout in rollouts) / (perf_counter() - start))
+    return found
+
+
+def _wait(engine: Engine) -> None:
+    """Until a GPU has done all that it was given, so that the clock tells the truth."""
+    if engine.target.device.type == "cuda":
+        torch.cuda.synchronize(engine.target.device)
