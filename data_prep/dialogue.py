@@ -13,6 +13,7 @@ always stands behind exactly the tokens that the target had read when it said it
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from data_prep.dialects import LATER_TURN
@@ -210,7 +211,9 @@ class Answering:
             rows = rows[-1:]
         for row in rows:
             if any(row.said):
-                yield Chat(row.key, torch.tensor(row.ids), torch.tensor(row.said), row.features)
+                # By way of numpy: torch takes seven times as long over a list, and there are millions.
+                ids, said = np.array(row.ids, np.int64), np.array(row.said, bool)
+                yield Chat(row.key, torch.from_numpy(ids), torch.from_numpy(said), row.features)
             else:
                 self.ledger.drop("no supervised token", row.key)
 

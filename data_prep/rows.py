@@ -90,7 +90,9 @@ def json_lines(path: str, option: str) -> Iterator[tuple[int, Any]]:
             f"{option} is {path}, a gzipped file that is cut short or damaged ({error}); copy it anew, or give it unpacked."
         ) from None
     except OSError as error:
-        raise UserError(f"{option} is {path}, which cannot be read ({error.strerror or error}); name an existing file.") from None
+        raise UserError(
+            f"{option} is {path}, which cannot be read ({error.strerror or error}); name a file that can be."
+        ) from None
 
 
 def _lines(file: BinaryIO | GzipFile) -> Iterator[tuple[int, bytes | Broken]]:

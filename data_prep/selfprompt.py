@@ -176,7 +176,7 @@ def read_topics(path: str) -> list[str]:
             topics = [line.strip() for line in file if line.strip()]
     except OSError as error:
         raise UserError(
-            f"SelfPrompts.topics_file is {path}, which cannot be read ({error.strerror}); name an existing file."
+            f"SelfPrompts.topics_file is {path}, which cannot be read ({error.strerror}); name a file that can be."
         ) from None
     except UnicodeDecodeError:
         raise UserError(f"SelfPrompts.topics_file is {path}, which is not UTF-8; save it as UTF-8, one topic a line.") from None

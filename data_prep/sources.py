@@ -242,4 +242,4 @@ def _sha256(path: str, option: str) -> str:
     try:
         return sha256_file(path)
     except OSError as error:
-        raise UserError(f"{option} is {path}, which cannot be read ({error.strerror}); name an existing file.") from None
+        raise UserError(f"{option} is {path}, which cannot be read ({error.strerror}); name a file that can be.") from None

@@ -1,6 +1,8 @@
 """What a second start may change, what it must refuse, and what the leftovers of the first one are worth."""
 
 import json
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,16 @@ def test_a_helper_samples_its_chunks_and_runs_one_round_ahead(work):
         alone._make(chunk)
     for name in seen[-1]:
         assert (made / f"self-{name}.json").read_bytes() == (alone._path(int(name))).read_bytes()
+
+
+def test_the_leader_waits_for_the_chunks_of_others(work):
+    leader = Attempts(SelfPrompts(count=4, max_tokens=30), _member(work, 0, 2))
+    other = FakeSpeech(work.target)
+    late = threading.Timer(0.5, Attempts(leader.source, replace(_member(work, 1, 2), ask=other))._make, [1])
+    late.start()
+    assert [len(leader.next()) for _ in range(3)] == [work.chunk] * 3
+    late.join()
+    assert (work.ask.calls, other.calls) == (2, 1)
 
 
 def _member(work, rank: int, world: int, folder: Path | None = None):
