@@ -6,7 +6,7 @@ runs/<name>/recipe.yaml     the resolved recipe of the last command
             checkpoints/    last/ to resume, best/ by tau          (train)
             logs/           metrics                                (train)
             export/         folder for vLLM and SGLang             (export)
-            report/         validation.json, tokens.jsonl, plots   (validate)
+            report/         validation.json, tokens.jsonl, plots   (validate); report/bench/ likewise (bench)
 """
 
 import platform

@@ -126,7 +126,7 @@ def warm_up(engine: Engine, asked: Sequence[Asked], least: int) -> None:
     it goes on, skipping questions that can meet no new extent, until no question will.
     """
     met: Counter[int] = Counter()
-    graphs = engine.target.device.type == "cuda"
+    graphs = _on_gpu(engine)
     for index, each in enumerate(sorted(asked, key=lambda a: a.longest, reverse=True)):
         if index < least or (graphs and any(met[extent] < 2 for extent in _may_meet(engine, each))):
             found = _meet(engine, each, met)
@@ -210,7 +210,7 @@ def throughput(contender: Contender, sampling: Sampling, asked: Sequence[Asked],
     engine = contender.engine(sampling, batch)
     firsts = islice(cycle(each.requests[0] for each in asked), batch)
     requests = [replace(request, key=f"{request.key}#{i}") for i, request in enumerate(firsts)]
-    if engine.target.device.type == "cuda":
+    if _on_gpu(engine):
         for _ in range(2):  # the same rounds as will be timed, met and then recorded
             list(engine.generate(requests))
     else:
@@ -227,5 +227,9 @@ def throughput(contender: Contender, sampling: Sampling, asked: Sequence[Asked],
 
 def _wait(engine: Engine) -> None:
     """Until a GPU has done all that it was given, so that the clock tells the truth."""
-    if engine.target.device.type == "cuda":
+    if _on_gpu(engine):
         torch.cuda.synchronize(engine.target.device)
+
+
+def _on_gpu(engine: Engine) -> bool:
+    return engine.target.device.type == "cuda"
