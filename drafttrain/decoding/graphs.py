@@ -117,6 +117,8 @@ class Rounds:
         except RuntimeError as error:
             torch.cuda.synchronize()
             self.graphs, self.refused = False, str(error).splitlines()[0]
-            warnings.warn(f"decoding goes on without CUDA graphs, which is slower: this model cannot be recorded ({self.refused})")
+            warnings.warn(
+                f"decoding goes on without CUDA graphs, which is slower: this model cannot be recorded ({self.refused})"
+            )
             return
         self._recorded[key] = graphs
