@@ -2,12 +2,15 @@
 slots are refilled; and its bad options are refused in one sentence."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from decoding.sampled_cases import PROMPT, small_drafter, small_target
 from decoding.test_engine import _tie, overfit, plain_of, requests_for
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from drafttrain.decoding.batch import Batch
 from drafttrain.decoding.calibrate import Acceptance
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import count
@@ -100,6 +103,52 @@ def test_what_is_said_is_what_plain_decoding_says(taught, tmp_path, architecture
             counts = count(rollouts, proposer.drafts)
         if sampling == Sampling() and name not in ("lookup", "n-gram", "recycling"):
             assert counts.tau > 1.2
+
+
+class AsksNothing(TorchDispatchMode):
+    """Refuses what would make a GPU's host wait, or copy to the GPU: no CUDA graph could hold it."""
+
+    ASKING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "lift_fresh", "is_nonzero", "equal")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        indices = [x for x in args[1] if x is not None] if name in ("index", "index_put", "index_put_") else []
+        if (
+            any(word in name for word in self.ASKING[:-1])
+            or name == self.ASKING[-1]
+            or any(x.dtype == torch.bool for x in indices)
+        ):
+            raise AssertionError(f"a round calls {name}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [*METHODS, "drawn chain", "drawn tree"])
+def test_a_round_asks_the_device_nothing(taught, tmp_path, monkeypatch, name):
+    target, requests, _, nets = taught("llama")
+    drawing = {"drawn chain": Chain(3, draw=True, least_confidence=0.01), "drawn tree": DrawnTree([3, 2])}
+    sampling = SAMPLED if name in drawing else Sampling()
+    method = prepared((METHODS | drawing)[name], target, nets, requests, tmp_path)
+    rounds, stages = [], Batch.stages.fget
+
+    def watched(batch):
+        def run(stage, extent):
+            with AsksNothing():
+                stage(extent)
+            rounds.append(stage)
+
+        return {key: partial(run, stage) for key, stage in stages(batch).items()}
+
+    monkeypatch.setattr(Batch, "stages", property(watched))
+    parts = dict(proposer=method.proposer(nets[0], sampling), verify=method.verifier(sampling), sampling=sampling)
+    list(Engine(target, **parts, slots=3).generate(requests[:3]))
+    assert len(rounds) > 10
+
+
+def test_asking_is_noticed():
+    one, mask = torch.ones(2), torch.tensor([True, False])
+    for ask in (lambda: one[0].item(), lambda: one[mask], lambda: one.nonzero(), lambda: torch.tensor([1]), lambda: bool(one[0])):
+        with pytest.raises(AssertionError, match="a round calls"), AsksNothing():
+            ask()
 
 
 def test_experts_keep_more_together_than_alone(taught, tmp_path):
