@@ -55,14 +55,14 @@ class Rules:
     """How kept features are stored."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Question:
     """A prompt to be answered, with its first turn rendered."""
 
     key: str
     prompt: Prompt
     ids: Sequence[int]
-    """Compact where there are millions (`array`): a tuple of ids takes ten times as much."""
+    """An `array` where there are millions: a tuple of ids takes ten times as much."""
 
     @property
     def turns(self) -> list[dict]:

@@ -15,7 +15,7 @@ from data_prep.config import PrepareConfig
 from data_prep.dialogue import first_turn
 from data_prep.ledger import Ledger, reasons
 from data_prep.mix import mix
-from data_prep.prompt import Prompt, Work
+from data_prep.prompt import Prompt, Work, compact
 from data_prep.repeats import near_repeats
 from data_prep.split import hold_out, near_duplicates
 from data_prep.text import fingerprint
@@ -121,7 +121,7 @@ def _rendered(prompt: Prompt, work: Work, longest: int) -> array | str:
         return "refused by the chat template"
     if not ids:
         return "rendered to nothing by the chat template"
-    return f"prompt longer than {longest} tokens" if len(ids) > longest else array("i", ids)
+    return f"prompt longer than {longest} tokens" if len(ids) > longest else compact(ids, work.target.vocab)
 
 
 def _write(folder: Path, gathered: Gathered) -> None:

@@ -11,7 +11,6 @@ Every file is whole or not there, each prompt has its own random stream, and the
 any moment is followed by one that ends with the same chats and the same ledger.
 """
 
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from data_prep.engines import OpenAIServer
 from data_prep.featurize import featurize
 from data_prep.gather import Gathered, gather
 from data_prep.ledger import Ledger, reasons
+from data_prep.prompt import compact
 from data_prep.quality import QualityConfig
 from data_prep.report import write_report
 from data_prep.server import ServerEngine
@@ -207,8 +207,10 @@ def _training_chunks(config: PrepareConfig, work: Work, prompts: Sequence[Prompt
 
 def _questions(work: Work, prompts: Sequence[Prompt]) -> list[Question]:
     """With first turns rendered; those of an earlier start are rendered again."""
+    target = work.target
     return [
-        Question(p.key, p, array("i", work.target.render(first_turn(p), p.tools)) if p.ids is None else p.ids) for p in prompts
+        Question(p.key, p, compact(target.render(first_turn(p), p.tools), target.vocab) if p.ids is None else p.ids)
+        for p in prompts
     ]
 
 

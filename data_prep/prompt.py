@@ -2,6 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,6 +90,11 @@ class PromptSource(ABC):
     def content(self) -> dict[str, str]:
         """What stands behind a name that the recipe gives (a file's hash, a commit). UserError if it cannot be read."""
         return {}
+
+
+def compact(ids: Sequence[int], vocab: int) -> array:
+    """Token ids in 2 or 4 bytes each, where a million prompts are held at once."""
+    return array("H" if vocab <= 1 << 16 else "i", ids)
 
 
 def require(good: bool, name: str, got, wanted: str) -> None:

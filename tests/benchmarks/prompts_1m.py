@@ -4,13 +4,14 @@ Writes a JSONL file of so many rows into a temporary folder (four dialects, of 2
 rows, and another tenth near-repeats), then collects, drops duplicates, renders the first turns with a chat template and a
 byte-level tokenizer of 320 tokens, splits off 20 held-out prompts and writes prompts.jsonl. With --pack the whole data stage runs, every
 question answered with 8 made-up tokens instead of by a target, and the chats of the store are packed into rows of 2,048 tokens. Printed:
-rows per second of each stage, and the largest resident memory of this process and all that it started, sampled ten times a second, of
-which importing torch and transformers is the first line.
+rows per second of each stage, and the largest memory of this process and all that it started, sampled ten times a second: its own
+(resident and anonymous), and with the mapped files that the kernel may drop at any time. Importing torch and transformers is the first line.
 """
 
 import argparse
 import json
 import random
+import resource
 import sys
 import tempfile
 import threading
@@ -34,6 +35,7 @@ MOST = 1 << 20
 """No prompt is too long here."""
 ANSWER = 8
 """Tokens of a made-up answer."""
+PAGE = resource.getpagesize()
 ROW = 2048
 """Tokens of a packed row."""
 
@@ -42,31 +44,36 @@ class Memory:
     """The largest resident memory of this process and its descendants together."""
 
     def __init__(self):
-        self.most = 0
+        self.own = self.mapped = 0
         threading.Thread(target=self._watch, daemon=True).start()
 
     def __str__(self) -> str:
-        self.most = max(self.most, _resident())
-        return f"{self.most / (1 << 30):5.2f} GiB at most so far"
+        self._look()
+        return f"{self.own / (1 << 30):5.2f} GiB at most so far, {self.mapped / (1 << 30):5.2f} with mapped files"
 
     def _watch(self) -> None:
         while True:
-            self.most = max(self.most, _resident())
+            self._look()
             time.sleep(0.1)
 
+    def _look(self) -> None:
+        resident, files = _resident()
+        self.own, self.mapped = max(self.own, resident - files), max(self.mapped, resident)
 
-def _resident() -> int:
-    """Bytes of the process tree. Pages that processes share are counted once for each of them."""
-    total, tree = 0, [Path("/proc/self")]
+
+def _resident() -> tuple[int, int]:
+    """Bytes of the process tree, and how many of them are mapped files. Pages that processes share are counted once for each."""
+    total, files, tree = 0, 0, [Path("/proc/self")]
     while tree:
         process = tree.pop()
         try:
-            total += int((process / "statm").read_text().split()[1]) * 4096
+            resident, shared = (process / "statm").read_text().split()[1:3]
+            total, files = total + int(resident) * PAGE, files + int(shared) * PAGE
             for task in (process / "task").iterdir():
                 tree += [Path("/proc") / child for child in (task / "children").read_text().split()]
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
-    return total
+    return total, files
 
 
 class Standin:
