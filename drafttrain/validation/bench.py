@@ -1,7 +1,7 @@
 """Benchmark ways of drafting against plain decoding on one engine, by the Spec-Bench protocol (Xia et al. 2024, arXiv 2401.07851).
 
     questions ──> prompts of all turns (plain decoding answers the turns between, once)
-    each temperature, each method: warm-up ──> `repeats` timed runs, one question at a time      rate, speed-up, tau, losslessness
+    each temperature: warm-up ──> `repeats` timed runs, one question at a time by each method    rate, speed-up, tau, losslessness
     first temperature:             stages of a round ──> where the time goes                     c, and what it explains
                                    batches ──> throughput          1, 2, ... drafts ──> the best draft length
 
@@ -11,7 +11,7 @@ Writes `folder`: README.md, *.png, bench.jsonl (a line for each question, method
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from drafttrain.validation import bench_report, hardware
 from drafttrain.validation.bench_config import PLAIN, BenchConfig
 from drafttrain.validation.bench_figures import figures_of
 from drafttrain.validation.bench_lossless import compare, faults
-from drafttrain.validation.bench_passes import Contender, Row, throughput, time_questions, time_stages, warm_up
+from drafttrain.validation.bench_passes import Contender, Row, drafts_of, throughput, time_questions, time_stages, warm_up
 from drafttrain.validation.bench_questions import Asked, Question, Skipped, ask, choose, probe_of
 from drafttrain.validation.bench_summary import Staged, breakdown, length_facts, method_facts, throughput_facts
 from drafttrain.validation.passes import Difference
@@ -103,32 +103,36 @@ class Benchmark:
     def _able(self, sampling: Sampling) -> list[Contender]:
         return [contender for contender in self.contenders if contender.can(sampling)]
 
-    def _time(self, contenders: Sequence[Contender], sampling: Sampling, asked: list[Asked], part: str) -> list["Timed"]:
-        """All timed runs; in each, one method after another, so that a machine that slows down slows all of them."""
-        timed = [Timed(contender, contender.engine(sampling), []) for contender in contenders]
-        for each in timed:
-            warm_up(each.engine, asked, self.config.warm_up)
+    def _time(
+        self, contenders: Sequence[Contender], sampling: Sampling, asked: list[Asked], part: str
+    ) -> tuple[dict[str, Engine], dict[str, list[Row]]]:
+        """All timed runs: the engines, warm, and the rows by method."""
+        engines = {contender.label: contender.engine(sampling) for contender in contenders}
+        for engine in engines.values():
+            warm_up(engine, asked, self.config.warm_up)
+        by_method: dict[str, list[Row]] = {label: [] for label in engines}
         for run in range(1, self.config.repeats + 1):
-            for each in timed:
-                rows = time_questions(each.engine, asked, run, part, each.label)
-                each.rows.extend(rows)
-                print(bench_report.run_line(rows, self.config.repeats), flush=True)
-        self.rows += [row for each in timed for row in each.rows]
-        return timed
+            rows = time_questions(engines, asked, run, part)
+            self.rows += rows
+            for row in rows:
+                by_method[row.method].append(row)
+            print(bench_report.run_line(rows, self.config.repeats), flush=True)
+        return engines, by_method
 
     def _temperature(self, sampling: Sampling, asked: list[Asked], probe: list[Asked], staged: list[Staged]) -> dict:
         """Time plain decoding and every method. Notes the stages of the `probe` questions, if there are any, in `staged`."""
-        timed = self._time(self._able(sampling), sampling, asked, QUESTIONS)
-        plain, tables = timed[0].rows, {}
-        for each in timed:
-            if probe:
-                staged.append(Staged(each.label, each.drafts, time_stages(each.engine, probe)))
-            exact = each.contender.exact(sampling)
-            parted = compare(self.target, plain, each.rows, sampling) if exact else []
+        able = self._able(sampling)
+        engines, rows = self._time(able, sampling, asked, QUESTIONS)
+        tables = {}
+        for contender in able:
+            label, exact, engine = contender.label, contender.exact(sampling), engines[contender.label]
+            parted = compare(self.target, rows[PLAIN], rows[label], sampling) if exact else []
             self.differences += [(sampling.temperature, difference) for difference in parted]
-            facts = method_facts(each.rows, plain, each.drafts) | {"exact": exact, "different": len(parted)}
-            tables[each.label] = facts | {"graphs_refused": each.engine.graphs_refused}
-            print(bench_report.method_line(sampling.temperature, each.label, facts, len(asked)), flush=True)
+            facts = method_facts(rows[label], rows[PLAIN], drafts_of(engine)) | {"exact": exact, "different": len(parted)}
+            tables[label] = facts | {"graphs_refused": engine.graphs_refused}
+            print(bench_report.method_line(sampling.temperature, label, facts, len(asked)), flush=True)
+        stages = time_stages(engines, probe) if probe else {}
+        staged += [Staged(label, drafts_of(engines[label]), found) for label, found in stages.items()]
         return {"temperature": sampling.temperature, "questions": len(asked), "methods": tables}
 
     def _throughput(self, probe: list[Asked]) -> dict[int, dict[str, list[float]]]:
@@ -153,29 +157,11 @@ class Benchmark:
         lengths = self._lengths()
         if not lengths:
             return None
-        plain, *timed = self._time([self.contenders[0], *lengths.values()], self.samplings[0], probe, LENGTHS)
-        facts = length_facts({each.drafts: each.rows for each in timed}, plain.rows)
+        _, rows = self._time([self.contenders[0], *lengths.values()], self.samplings[0], probe, LENGTHS)
+        facts = length_facts({drafts: rows[chain.label] for drafts, chain in lengths.items()}, rows[PLAIN])
         speeds = ", ".join(f"{point['drafts']}: {point['speedup']:.2f}" for point in facts["points"])
         print(f"speed-up by number of drafts: {speeds}; fastest: {facts['best']}", flush=True)
         return facts
-
-
-@dataclass(frozen=True)
-class Timed:
-    """A method with the engine that it was timed on."""
-
-    contender: Contender
-    engine: Engine
-    rows: list[Row]
-
-    @property
-    def label(self) -> str:
-        return self.contender.label
-
-    @property
-    def drafts(self) -> int:
-        """Greatest depth of its drafts."""
-        return self.engine.proposer.drafts if self.engine.proposer else 0
 
 
 def bench(

@@ -5,7 +5,7 @@ reading its prompts is among them. Stages are timed in a pass of their own, sinc
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from time import perf_counter
@@ -20,7 +20,7 @@ from drafttrain.decoding.methods import Method
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.target.target import Target
-from drafttrain.types import Rollout
+from drafttrain.types import Request, Rollout
 from drafttrain.validation.bench_questions import Asked
 
 WARM_TOKENS = 8
@@ -159,19 +159,29 @@ def _extent(engine: Engine, read: int) -> int:
     return whole_blocks(read + 2 + ahead)
 
 
-def time_questions(engine: Engine, asked: Sequence[Asked], run: int, part: str, method: str) -> list[Row]:
-    """Answer every question once; `run`, `part` and `method` are what the rows are called by.
+def time_questions(engines: Mapping[str, Engine], asked: Sequence[Asked], run: int, part: str) -> list[Row]:
+    """Have every method answer every question once. Question by question, one method after another: a machine that slows down for a
+    while slows all of them.
+
+    Args:
+        engines: by method.
+        run, part: what the rows are called by.
 
     Raises:
-        RuntimeError: if the engine's records contradict themselves.
+        RuntimeError: if an engine's records contradict themselves.
     """
-    rows, temperature = [], engine.sampling.temperature
-    drafts = engine.proposer.drafts if engine.proposer else 0
+    rows = []
     for each in asked:
-        rollouts, seconds = answer(engine, each)
-        check_counts(method, rollouts, drafts)
-        rows.append(Row(part, temperature, method, run, each.key, each.category, seconds, rollouts))
+        for method, engine in engines.items():
+            rollouts, seconds = answer(engine, each)
+            check_counts(method, rollouts, drafts_of(engine))
+            rows.append(Row(part, engine.sampling.temperature, method, run, each.key, each.category, seconds, rollouts))
     return rows
+
+
+def drafts_of(engine: Engine) -> int:
+    """Greatest depth of its drafts."""
+    return engine.proposer.drafts if engine.proposer else 0
 
 
 @dataclass
@@ -186,23 +196,40 @@ class _Clock(StageClock):
         super().time(name, stage, cuda)
 
 
-def time_stages(engine: Engine, asked: Sequence[Asked]) -> Stages:
-    """Answer the questions with a clock on every stage."""
-    clock = engine.clock = _Clock()
-    tokens, prefill, rounds = 0, 0.0, 0.0
-    for request in (request for each in asked for request in each.requests):
-        clock.first_round = None
-        _wait(engine)
+class StageTimer:
+    """Times the stages of one engine's rounds."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.clock = engine, _Clock()
+        self.tokens, self.prefill, self.rounds = 0, 0.0, 0.0
+
+    def answer(self, request: Request) -> None:
+        """Answer a prompt with a clock on every stage."""
+        self.engine.clock, self.clock.first_round = self.clock, None
+        _wait(self.engine)
         start = perf_counter()
-        tokens += sum(len(rollout.answer) for rollout in engine.generate([request]))
-        _wait(engine)
+        self.tokens += sum(len(rollout.answer) for rollout in self.engine.generate([request]))
+        _wait(self.engine)
         end = perf_counter()
-        begun = end if clock.first_round is None else clock.first_round
-        prefill, rounds = prefill + begun - start, rounds + end - begun
-    engine.clock = None
-    clock.settle()
-    draft, check, commit = (clock.seconds.get(stage, 0.0) for stage in ("draft", "check", "commit"))
-    return Stages(tokens, clock.rounds, prefill, draft, check, commit, rounds - draft - check - commit)
+        begun = end if self.clock.first_round is None else self.clock.first_round
+        self.prefill, self.rounds = self.prefill + begun - start, self.rounds + end - begun
+        self.engine.clock = None
+
+    def stages(self) -> Stages:
+        """What came of it so far."""
+        self.clock.settle()
+        draft, check, commit = (self.clock.seconds.get(stage, 0.0) for stage in ("draft", "check", "commit"))
+        rest = self.rounds - draft - check - commit
+        return Stages(self.tokens, self.clock.rounds, self.prefill, draft, check, commit, rest)
+
+
+def time_stages(engines: Mapping[str, Engine], asked: Sequence[Asked]) -> dict[str, Stages]:
+    """Where each method's time goes, question by question like `time_questions`."""
+    timers = {method: StageTimer(engine) for method, engine in engines.items()}
+    for request in (request for each in asked for request in each.requests):
+        for timer in timers.values():
+            timer.answer(request)
+    return {method: timer.stages() for method, timer in timers.items()}
 
 
 def throughput(contender: Contender, sampling: Sampling, asked: Sequence[Asked], batch: int, repeats: int) -> list[float]:

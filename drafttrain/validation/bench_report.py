@@ -29,8 +29,9 @@ for temperature, method in dict.fromkeys((row["temperature"], row["method"]) for
 
 DEFINITIONS = """\
 - **Protocol** (Spec-Bench, Xia et al. 2024): one question at a time, after a warm-up of each method; the device is waited for before and
-  after every question. In each run one method follows the other. A question's rate is its tokens by its seconds, all its turns together,
-  reading its prompts included. Prompts of later turns hold plain decoding's answers, made once, so every method reads the same prompts.
+  after every question, and the methods answer each question one after another. A question's rate is its tokens by its seconds, all its
+  turns together, reading its prompts included. Prompts of later turns hold plain decoding's answers, made once, so every method reads the
+  same prompts.
 - **Speed-up**: mean of the questions' rates / mean of plain decoding's rates, in every run; then the mean over runs, and ± the standard
   deviation over runs. *Total*: all tokens by all seconds, against plain decoding's.
 - **Plain decoding** is the same engine, with the same cache and graphs, and no drafts.
@@ -57,10 +58,12 @@ settles it); a large one is a fault."""
 
 
 def run_line(rows: Sequence[Row], repeats: int) -> str:
-    """What is said when a method has gone once through the questions."""
-    first, tokens, seconds = rows[0], sum(row.tokens for row in rows), sum(row.seconds for row in rows)
-    run = f"temperature {first.temperature:g}, {first.part}, run {first.run} of {repeats}"
-    return f"{run}, {first.method}: {tokens:,} tokens in {seconds:.1f} s"
+    """What is said when all methods have gone once through the questions."""
+    seconds: dict[str, float] = {}
+    for row in rows:
+        seconds[row.method] = seconds.get(row.method, 0.0) + row.seconds
+    spent = ", ".join(f"{method} {total:.1f}" for method, total in seconds.items())
+    return f"temperature {rows[0].temperature:g}, {rows[0].part}, run {rows[0].run} of {repeats}, seconds: {spent}"
 
 
 def method_line(temperature: float, label: str, facts: Mapping, questions: int) -> str:

@@ -106,6 +106,18 @@ def test_a_gpu_warms_up_until_every_extent_was_met_twice(tiny_llama, monkeypatch
     assert all(met.count(extent) >= 2 for extent in set(launched))
 
 
+def test_an_extent_that_was_met_once_is_met_again(tiny_llama, monkeypatch):
+    """The last of 24 rounds reads token 63 and looks at a second block, which a graph is recorded for the second time only."""
+    monkeypatch.setattr(bench_passes, "_on_gpu", lambda engine: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda *_: None)
+    engine = Spy(tiny_llama, slots=1)
+    (rollout,) = engine.generate(ask("a", 40, limit=25).requests)
+    assert extents(engine, rollout) == [64] * 23 + [128]
+    engine.heard.clear()
+    warm_up(engine, [ask("a", 40, limit=25)], 1)
+    assert engine.heard == ["a/1"] * 2
+
+
 # ---- time --------------------------------------------------------------------------------------------------------------
 
 
@@ -118,24 +130,30 @@ def ticking(monkeypatch):
 
 
 def test_a_question_lasts_from_one_look_at_the_clock_to_the_next(tiny_llama, ticking):
-    rows = time_questions(Engine(tiny_llama, slots=1), [ask("a", 5), ask("b", 9)], 2, "questions", "plain")
-    assert [(r.question, r.run, r.seconds, r.tokens, r.rate) for r in rows] == [("a", 2, 1.0, 8, 8.0), ("b", 2, 1.0, 8, 8.0)]
+    engines = {"plain": Engine(tiny_llama, slots=1), "m": Engine(tiny_llama, proposer=LookupProposer(3), slots=1)}
+    rows = time_questions(engines, [ask("a", 5), ask("b", 9)], 2, "questions")
+    assert [(r.question, r.method) for r in rows] == [("a", "plain"), ("a", "m"), ("b", "plain"), ("b", "m")]
+    assert all((r.run, r.seconds, r.tokens, r.rate) == (2, 1.0, 8, 8.0) for r in rows)
     assert rows[0].facts()["tokens"] == [8] and "ids" not in rows[0].facts()
 
 
 def test_stages_by_a_ticking_clock(tiny_llama, ticking):
     """A look opens a question, one its first round, two stand around each stage, one closes it."""
-    engine = Engine(tiny_llama, proposer=LookupProposer(3), slots=1)
-    found = time_stages(engine, [ask("a", 5), ask("b", 9)])
-    rounds = sum(len(r.accepted) for each in (ask("a", 5), ask("b", 9)) for r in Engine(tiny_llama, proposer=LookupProposer(3), slots=1).generate(each.requests))  # fmt: skip
-    assert found.rounds == rounds and found.tokens == 16 and engine.clock is None
-    assert found.prefill == 2 and found.draft == found.check == found.commit == rounds
-    assert found.rest == (2 * 3 * rounds + 2) - 3 * rounds
+    asked = [ask("a", 5), ask("b", 9)]
+    engines = {"plain": Engine(tiny_llama, slots=1), "m": Engine(tiny_llama, proposer=LookupProposer(3), slots=1)}
+    rounds = {m: sum(len(r.accepted) for each in asked for r in e.generate(each.requests)) for m, e in engines.items()}
+    found = time_stages(engines, asked)
+    for method, stages in (("plain", 2), ("m", 3)):
+        mine, n = found[method], rounds[method]
+        assert mine.rounds == n and mine.tokens == 16 and mine.prefill == 2
+        assert mine.check == mine.commit == n and mine.draft == (n if method == "m" else 0)
+        assert mine.rest == (2 * stages * n + 2) - stages * n
+        assert engines[method].clock is None
 
 
 def test_an_answer_of_one_token_is_all_prefill(tiny_llama, ticking):
-    found = time_stages(Engine(tiny_llama, slots=1), [ask("a", 5, limit=1)])
-    assert found == Stages(tokens=1, rounds=0, prefill=1.0, draft=0.0, check=0.0, commit=0.0, rest=0.0)
+    found = time_stages({"plain": Engine(tiny_llama, slots=1)}, [ask("a", 5, limit=1)])
+    assert found == {"plain": Stages(tokens=1, rounds=0, prefill=1.0, draft=0.0, check=0.0, commit=0.0, rest=0.0)}
 
 
 def test_throughput_copies_questions_as_needed(tiny_llama, ticking, monkeypatch):
