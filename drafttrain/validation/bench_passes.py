@@ -120,14 +120,17 @@ def answer(engine: Engine, asked: Asked) -> tuple[tuple[Rollout, ...], float]:
 
 
 def warm_up(engine: Engine, asked: Sequence[Asked], least: int) -> None:
-    """Answer the questions with the longest prompts untimed, so that no buffer has to grow later.
+    """Answer the first `least` questions untimed.
 
     On a GPU a round's graph is of one extent (slots looked at): run plainly when first met and recorded at the second time. So there
-    it goes on, skipping questions that can meet no new extent, until no question will.
+    it goes on, skipping questions that can meet no new extent, until no question will. The longest prompt comes before all, since
+    graphs are lost when buffers grow.
     """
     met: Counter[int] = Counter()
     graphs = _on_gpu(engine)
-    for index, each in enumerate(sorted(asked, key=lambda a: a.longest, reverse=True)):
+    if graphs:
+        list(engine.generate([max((r for each in asked for r in each.requests), key=lambda r: len(r.ids))]))
+    for index, each in enumerate(asked):
         if index < least or (graphs and any(met[extent] < 2 for extent in _may_meet(engine, each))):
             found = _meet(engine, each, met)
             if graphs and any(met[extent] < 2 for extent in found):

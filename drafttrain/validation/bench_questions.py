@@ -44,11 +44,6 @@ class Asked:
     category: str
     requests: tuple[Request, ...]
 
-    @property
-    def longest(self) -> int:
-        """Tokens of its longest prompt."""
-        return max(len(request.ids) for request in self.requests)
-
 
 @dataclass(frozen=True)
 class Skipped:

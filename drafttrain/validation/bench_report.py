@@ -43,8 +43,8 @@ DEFINITIONS = """\
   what the host adds."""
 
 CPU_NOTE = """\
-A CPU is busy computing already when it decodes one token, so checking several at once costs a multiple of one, and no speed-up is to be
-expected. A GPU that serves few sequences waits for the weights to arrive from memory, so a round costs little more than a plain step
+A CPU is busy computing already when it decodes one token, so checking several at once costs a multiple of one, and hardly any speed-up
+is to be expected. A GPU that serves few sequences waits for the weights to arrive from memory, so a round costs little more than a plain step
 there: the assumed columns say what the same tau would give. They are arithmetic, not measurements: measure on the machine that serves."""
 
 ARITHMETIC = """\

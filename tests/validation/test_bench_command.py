@@ -10,6 +10,7 @@ from tiny_run import ragged_chats, write_store
 
 from drafttrain.cli import main
 from drafttrain.commands.bench import read_questions
+from drafttrain.data.store import TokenStore
 from drafttrain.decoding.methods import Chain, Lookup, Method
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import save_drafter
@@ -155,15 +156,16 @@ def test_the_section_reads_back_and_old_recipes_need_none(made, tmp_path):
 
 @pytest.mark.parametrize("from_file", [False, True])
 def test_methods_that_measure_something_first_are_given_prompts_that_are_not_benchmarked(made, monkeypatch, from_file):
-    given: list[list[str]] = []
+    given = []
 
     def prepare(self: Method, target, net, requests):
-        given.append([request.key for request in requests])
+        given.append(list(requests))
         return self
 
     monkeypatch.setattr(Lookup, "prepare", prepare)
     more = ["--bench.prompts", made[0].parent / "questions.jsonl"] if from_file else []
     assert main(flags(made, "--draft", made[2], "--bench.count", 1, "--bench.temperatures", "[0]", *more)) == 0
-    assert given == [[f"chat-{i}" for i in range(4)]]
+    store = TokenStore.open(made[1] / "tiny" / "data" / ("held_out" if from_file else "train"))
+    assert given == [store.requests(6)]
     asked = {json.loads(line)["question"] for line in (made[1] / "tiny" / "report" / "bench" / "bench.jsonl").open()}
     assert len(asked) == (3 if from_file else 1)

@@ -81,25 +81,29 @@ class Spy(Engine):
         return super().generate(requests, overrun)
 
 
-def test_a_cpu_warms_up_on_the_longest_prompts(tiny_llama):
+def test_a_cpu_warms_up_on_the_first_questions(tiny_llama):
     engine = Spy(tiny_llama, slots=1)
     warm_up(engine, [ask("a", 5), ask("b", 9), ask("c", 7)], 2)
-    assert engine.heard == ["b/1", "c/1"]
+    assert engine.heard == ["a/1", "b/1"]
 
 
 @pytest.mark.parametrize("proposer", [None, LookupProposer(3)])
 def test_a_gpu_warms_up_until_every_extent_was_met_twice(tiny_llama, monkeypatch, proposer):
-    """On a CPU in a GPU's clothes. The extents noted by the rounds themselves are those that were counted from the answers."""
+    """On a CPU in a GPU's clothes. The extents noted by the rounds themselves are those that were counted from the answers; what was
+    met before buffers grew is lost."""
     monkeypatch.setattr(bench_passes, "_on_gpu", lambda engine: True)
     launched: list[int] = []
-    honest = graphs.Rounds.launch
+    honest, begin = graphs.Rounds.launch, graphs.Rounds.__init__
     monkeypatch.setattr(graphs.Rounds, "launch", lambda self, extent: (launched.append(extent), honest(self, extent))[1])
+    monkeypatch.setattr(graphs.Rounds, "__init__", lambda self, *a: (launched.clear(), begin(self, *a))[1])
     monkeypatch.setattr("torch.cuda.synchronize", lambda *_: None)
     asked = [ask(str(n), n, limit=24) for n in (5, 40, 44, 48, 52, 120, 180, 184)]
+    two = Asked("two", "x", (*ask("first", 230).requests, *ask("second", 300).requests))
+    asked.insert(0, replace(two, requests=tuple(replace(r, limit=24) for r in two.requests)))
     engine = Spy(tiny_llama, proposer=proposer, slots=1)
     warm_up(engine, asked, 1)
     met = list(launched)
-    assert engine.heard[0] == "184/1" and len(set(engine.heard)) < len(asked), "questions that meet nothing new are skipped"
+    assert engine.heard[0] == "second/1" and "48/1" not in engine.heard, "questions that meet nothing new are skipped"
     launched.clear()
     rollouts = [rollout for each in asked for rollout in engine.generate(each.requests)]
     assert [e for r in rollouts for e in extents(engine, r)] == launched
@@ -115,7 +119,7 @@ def test_an_extent_that_was_met_once_is_met_again(tiny_llama, monkeypatch):
     assert extents(engine, rollout) == [64] * 23 + [128]
     engine.heard.clear()
     warm_up(engine, [ask("a", 40, limit=25)], 1)
-    assert engine.heard == ["a/1"] * 2
+    assert engine.heard == ["a/1"] * 3, "once for the size of the buffers, then twice"
 
 
 # ---- time --------------------------------------------------------------------------------------------------------------
