@@ -49,9 +49,8 @@ class NGramProposer(Proposer):
         end_S = torch.arange(extent, device=text_BS.device)
         last_B1 = length_B[:, None]
         run_BS = torch.zeros_like(text_BS)  # how many tokens up to each slot are those up to the last one
-        for back in range(self.longest - 1, -1, -1):
+        for back in range(self.longest - 1, -1, -1):  # a run that ends before the last slot is too short to begin before the text
             run_BS = self._longer(run_BS, text_BS, text_BS.gather(1, (last_B1 - back).clamp(min=0)))
-            run_BS = torch.where(last_B1 >= back, run_BS, 0)
         drafts, matched = [], []
         for _ in range(self.drafts):
             # One number orders matches by their length, then by how late they are.
