@@ -15,4 +15,4 @@ class Options:
     prompt: str | None = None
     """generate: the user's words."""
     draft: Path | None = None
-    """generate: folder of a drafter or an export; None takes the run's own."""
+    """generate, bench: folder of a drafter or an export; None takes the run's own."""

@@ -37,7 +37,7 @@ def choices(base: type) -> dict[str, type]:
     found: dict[str, type] = {}
     subclasses: list[type] = type.__subclasses__(base)
     for subclass in subclasses:
-        if not inspect.isabstract(subclass):
+        if not inspect.isabstract(subclass) and not subclass.__name__.startswith("_"):
             found[subclass.__name__] = subclass
         found.update(choices(subclass))
     return dict(sorted(found.items()))

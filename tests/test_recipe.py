@@ -5,11 +5,12 @@ from dataclasses import dataclass
 import pytest
 import yaml
 
+from drafttrain.decoding.methods import Method
 from drafttrain.drafters.base import DrafterConfig
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.recipe import BASES, Recipe, build_recipe, load_recipe, sections_help
-from drafttrain.recipe_build import places
+from drafttrain.recipe_build import choices, places
 from drafttrain.recipe_files import Written, load_value
 from drafttrain.run import Run, dump_yaml
 
@@ -246,3 +247,7 @@ def test_help_shows_every_key_with_its_docstring():
             assert f"--{place} " in text, place
     assert "Peak learning rate." in text and "SelfPrompts" in text and "class_path: Eagle3" in text
     assert ".help" not in text
+
+
+def test_methods_that_only_code_makes_cannot_be_named():
+    assert "Tree" in choices(Method) and not any(name.startswith("_") for name in choices(Method))

@@ -133,7 +133,10 @@ class Batch:
         self.cache.address(slots_BP, extent)
         ids_BP = torch.cat([anchor_B1, proposal.tokens_BN], dim=1)
         features = self.target.read(ids_BP, position_BP, visible_BPS, keys_BS, self.taps, self.cache)
-        verdict = self.verify(self.target.logits(features.final_BTD), proposal, self.sampling, stream_B, length_B)
+        logits_BPV = self.target.logits(features.final_BTD)
+        if self.proposer:
+            self.proposer.observe(logits_BPV, ids_BP)
+        verdict = self.verify(logits_BPV, proposal, self.sampling, stream_B, length_B)
         said_BT = torch.cat([proposal.tokens_BN.gather(1, verdict.path_BK), verdict.said_B[:, None]], dim=1)
         said_BT.scatter_(1, verdict.accepted_B[:, None], verdict.said_B[:, None])
         self.said_BX[:width, 0], self.said_BX[:width, 1:] = verdict.accepted_B, said_BT

@@ -261,8 +261,7 @@ class Engine:
             said = [] if row is None else [*row.request.ids, *row.emitted]
             if tokens[: len(said)] != said:
                 raise RuntimeError(f"prompt {row and row.request.key}: the batch holds other tokens than were emitted")
-        state = getattr(self.proposer, "state", None)
-        if state is not None:
+        for state in [member.state for member in getattr(self.proposer, "members", [self.proposer]) if hasattr(member, "state")]:
             held = [n for n, row in zip(state.length_B[: batch.width].tolist(), self.rows, strict=True) if row is not None]
             if held != [row.read for row in self.rows if row is not None]:
                 raise RuntimeError(f"the drafter holds {held} rows, but the target has read {lengths}")

@@ -168,9 +168,9 @@ class StaticTree(Method):
             acceptance.save(Path(self.file))
         return self.of(acceptance)
 
-    def of(self, acceptance: Acceptance) -> "FixedTree":
+    def of(self, acceptance: Acceptance) -> "_FixedTree":
         """The tree for what was measured."""
-        return FixedTree(acceptance.tree(self.nodes).paths)
+        return _FixedTree(acceptance.tree(self.nodes).paths)
 
     def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
         if self.file is None:
@@ -186,7 +186,7 @@ class StaticTree(Method):
 
 
 @dataclass(frozen=True)
-class FixedTree(Method):
+class _FixedTree(Method):
     """A tree of a shape that is known."""
 
     paths: tuple[tuple[int, ...], ...]
@@ -306,7 +306,7 @@ class Experts(Tree):
     def prepare(self, target: Target, net: DrafterNet, requests: Sequence[Request]) -> Method:
         dtype = next(net.parameters()).dtype
         nets = tuple(load_drafter(Path(folder), target)[0].to(dtype) for folder in self.drafters)
-        return LoadedExperts(self.drafts, self.top_k, self.nodes, self.least_gain, nets, self.by)
+        return _LoadedExperts(self.drafts, self.top_k, self.nodes, self.least_gain, nets, self.by)
 
     def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
         raise ValueError("the other drafters are not loaded: prepare first")
@@ -317,7 +317,7 @@ class Experts(Tree):
 
 
 @dataclass(frozen=True)
-class LoadedExperts(Tree):
+class _LoadedExperts(Tree):
     """Drafters at hand; fields as of `Experts`."""
 
     others: tuple[DrafterNet, ...] = ()

@@ -19,13 +19,13 @@ from drafttrain.decoding.methods import (
     DrawnTree,
     Experts,
     Graft,
-    LoadedExperts,
     Lookup,
     Method,
     NGram,
     Recycling,
     StaticTree,
     Tree,
+    _LoadedExperts,
 )
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.eagle3 import Eagle3
@@ -157,7 +157,7 @@ def test_experts_keep_more_together_than_alone(taught, tmp_path):
     alone = [tau(target, net, Tree(3, 3, 8), requests) for net in nets]
     for by in ("merge", "route"):
         experts = prepared(Experts(3, 3, 8, drafters=["other"], by=by), target, nets, requests, tmp_path)
-        assert isinstance(experts, LoadedExperts)
+        assert isinstance(experts, _LoadedExperts)
         assert tau(target, nets[0], experts, requests) > max(alone), (by, alone)
 
 
@@ -174,7 +174,7 @@ def test_what_stands_in_the_text_already_is_copied(tiny_llama):
     target = small_target(tiny_llama)
     net, requests = small_drafter(target), [Request(str(n), PROMPT[:n], 50) for n in range(1, 7)]
     plain = plain_of(target, requests)
-    for method in (Lookup(4), NGram(6), Graft(2, 2, 5, copied=6)):
+    for method in (Lookup(4), NGram(6), Graft(2, 2, 5, copied=6), Recycling()):
         proposer = method.proposer(net, Sampling())
         rollouts = list(Engine(target, proposer=proposer, slots=4, debug=True).generate(requests))
         assert {r.key: r.ids.tolist() for r in rollouts} == {key: r.ids.tolist() for key, r in plain.items()}

@@ -5,7 +5,7 @@ import torch
 from decoding.verify_cases import random_tree
 
 from drafttrain.decoding.merge import merged
-from drafttrain.decoding.methods import Chain, FixedTree, Graft, Method, Tree
+from drafttrain.decoding.methods import Chain, Graft, Method, Tree, _FixedTree
 from drafttrain.decoding.propose_merged import MergedProposer, RoutedProposer
 from drafttrain.decoding.propose_ngram import NGramProposer
 from drafttrain.decoding.propose_recycling import RecyclingProposer, assumed_shape
@@ -111,7 +111,7 @@ def test_a_static_chain_is_the_greedy_chain(tiny_llama):
 
 def test_a_static_tree_wider_than_the_draft_vocabulary_is_refused(tiny_llama):
     with pytest.raises(UserError, match="asks for 7 guesses at one place, but the draft vocabulary has 5"):
-        FixedTree(((6,),)).proposer(drafter(tiny_llama, 0, 5), GREEDY)
+        _FixedTree(((6,),)).proposer(drafter(tiny_llama, 0, 5), GREEDY)
 
 
 def test_a_chain_ends_where_the_drafter_is_unsure(tiny_llama):
