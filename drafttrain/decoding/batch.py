@@ -124,7 +124,7 @@ class Batch:
         proposal = self._proposal if self.proposer and self._proposal else Proposal(nothing_BN, nothing_BN)
         length_B, stream_B = self.length_B[:width], self.stream_B[:width]
         anchor_B1 = self.tokens_BM[:width].gather(1, length_B[:, None])
-        slots_BP = length_B[:, None] + torch.arange(self.nodes + 1, device=length_B.device)
+        slots_BP = length_B[:, None] + torch.arange(proposal.tokens_BN.shape[1] + 1, device=length_B.device)
         keys_BS = torch.arange(extent, device=length_B.device).expand(width, -1)
         if self.proposer is None or self.proposer.chain:
             position_BP, visible_BPS = slots_BP, keys_BS[:, None, :] <= slots_BP[:, :, None]
@@ -139,7 +139,7 @@ class Batch:
         verdict = self.verify(logits_BPV, proposal, self.sampling, stream_B, length_B)
         said_BT = torch.cat([proposal.tokens_BN.gather(1, verdict.path_BK), verdict.said_B[:, None]], dim=1)
         said_BT.scatter_(1, verdict.accepted_B[:, None], verdict.said_B[:, None])
-        self.said_BX[:width, 0], self.said_BX[:width, 1:] = verdict.accepted_B, said_BT
+        self.said_BX[:width, 0], self.said_BX[:width, 1 : said_BT.shape[1] + 1] = verdict.accepted_B, said_BT
         self._read = features, verdict.path_BK
 
     def _branches(self, proposal: Proposal, length_B: Tensor, keys_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,8 +159,9 @@ class Batch:
         assert self._read is not None
         width = self.width
         features, path_BK = self._read
-        length_B, said_BT = self.length_B[:width], self.said_BX[:width, 1:]
-        slots_BT = length_B[:, None] + torch.arange(self.drafts + 1, device=length_B.device)
+        T = path_BK.shape[1] + 1
+        length_B, said_BT = self.length_B[:width], self.said_BX[:width, 1 : T + 1]
+        slots_BT = length_B[:, None] + torch.arange(T, device=length_B.device)
         if self.proposer and not self.proposer.chain:
             self.cache.move(slots_BT[:, :1] + 1 + path_BK, slots_BT[:, 1:])
             place_BT = torch.nn.functional.pad(path_BK + 1, (1, 0))

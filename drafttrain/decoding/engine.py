@@ -223,9 +223,14 @@ class Engine:
 
     def _note_round(self) -> None:
         assert self._rounds is not None
-        for row, (accepted, *tokens) in zip(self.rows, self._rounds.collect(), strict=True):
+        said = self._rounds.collect()
+        kept = []
+        for row, (accepted, *tokens) in zip(self.rows, said.rows, strict=True):
             if row is not None:
                 row.note(tokens[: accepted + 1])
+                kept.append(accepted)
+        if self.proposer is not None:
+            self.proposer.heard(kept, said.shape, said.seconds)
         if self.debug and not self._rounds.in_flight:
             self._hold_books(self._rounds.batch)
 

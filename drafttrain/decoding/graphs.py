@@ -49,6 +49,28 @@ class StageClock:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
+@dataclass(frozen=True)
+class _Launched:
+    said_BX: torch.Tensor
+    done: torch.cuda.Event | None
+    shape: int
+    began: float
+    alone: bool
+    """Whether no other round was in flight."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What the host learns of a finished round."""
+
+    rows: list[list[int]]
+    """For each row in play, the accepted count and the tokens of which accepted+1 count."""
+    shape: int
+    """The proposer's number for the shape of this round."""
+    seconds: float | None
+    """How long it took; None if rounds overlapped."""
+
+
 class Rounds:
     """Runs the stages of a round, plainly or as graphs."""
 
@@ -58,14 +80,15 @@ class Rounds:
         self.clock: StageClock | None = None
         self.refused: str | None = None
         """Why the stages could not be recorded; None as long as they could."""
-        self._recorded: dict[tuple[int, int], dict[str, torch.cuda.CUDAGraph]] = {}
-        self._seen: set[tuple[int, int]] = set()
-        self._launched: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque()
+        self._recorded: dict[tuple[int, int, int], dict[str, torch.cuda.CUDAGraph]] = {}
+        self._seen: set[tuple[int, int, int]] = set()
+        self._launched: deque[_Launched] = deque()
         self._pool = torch.cuda.graph_pool_handle() if self.graphs else None
 
     @torch.no_grad()
     def launch(self, extent: int) -> None:
         """Start one round; a GPU goes on by itself."""
+        began, alone, shape = perf_counter(), not self._launched, self._shape
         for name, stage in self._stages(extent).items():
             if self.clock is None:
                 stage()
@@ -79,32 +102,37 @@ class Rounds:
             copy.copy_(said_BX, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
-            self._launched.append((copy, done))
+            self._launched.append(_Launched(copy, done, shape, began, alone))
         else:
-            self._launched.append((said_BX.clone(), None))
+            self._launched.append(_Launched(said_BX.clone(), None, shape, began, alone))
 
     @property
     def in_flight(self) -> int:
         """Rounds launched and not collected."""
         return len(self._launched)
 
-    def collect(self) -> list[list[int]]:
-        """Wait for the oldest round in flight. Returns, for each row in play, the accepted count and the K+1 tokens of which accepted+1 count."""
-        said_BX, done = self._launched.popleft()
-        if done is not None:
-            done.synchronize()
-        return said_BX.tolist()
+    def collect(self) -> Collected:
+        """Wait for the oldest round in flight."""
+        first = self._launched.popleft()
+        if first.done is not None:
+            first.done.synchronize()
+        rows = first.said_BX.tolist()
+        return Collected(rows, first.shape, perf_counter() - first.began if first.alone and not self._launched else None)
+
+    @property
+    def _shape(self) -> int:
+        return self.batch.proposer.round_shape if self.batch.proposer else 0
 
     def _stages(self, extent: int) -> dict[str, Callable[[], None]]:
-        key = (self.batch.width, extent)
+        key = (self.batch.width, extent, self._shape)
         if self.graphs and key in self._seen and key not in self._recorded:
-            self._record(key)
+            self._record(key, extent)
         self._seen.add(key)
         if key in self._recorded:
             return {name: graph.replay for name, graph in self._recorded[key].items()}
         return {name: partial(stage, extent) for name, stage in self.batch.stages.items()}
 
-    def _record(self, key: tuple[int, int]) -> None:
+    def _record(self, key: tuple[int, int, int], extent: int) -> None:
         """Record all stages; nothing runs meanwhile. What one stage hands to the next keeps its address in the shared pool."""
         graphs: dict[str, torch.cuda.CUDAGraph] = {}
         torch.cuda.synchronize()
@@ -113,7 +141,7 @@ class Rounds:
                 graphs[name] = torch.cuda.CUDAGraph()
                 # Other threads (pinning batches, watching NCCL) go on calling CUDA meanwhile.
                 with torch.cuda.graph(graphs[name], pool=self._pool, capture_error_mode="thread_local"):
-                    stage(key[1])
+                    stage(extent)
         except RuntimeError as error:
             torch.cuda.synchronize()
             self.graphs, self.refused = False, str(error).splitlines()[0]

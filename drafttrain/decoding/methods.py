@@ -10,6 +10,7 @@ from typing import Literal
 
 from drafttrain.decoding.batch import Verifier
 from drafttrain.decoding.calibrate import Acceptance, calibrate
+from drafttrain.decoding.propose_adaptive import AdaptiveChainProposer
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.propose_drawn import DrawnProposer
 from drafttrain.decoding.propose_merged import MergedProposer, RoutedProposer
@@ -92,6 +93,24 @@ class Chain(Method):
     def label(self) -> str:
         sure = f", from {self.least_confidence:g}" if self.least_confidence else ""
         return f"chain {self.drafts}{sure}" + (f", drawn, {self.verify.replace('_', '-')}" if self.draw else "")
+
+
+@dataclass(frozen=True)
+class AdaptiveChain(Method):
+    """A chain as long as pays, by what is accepted and what rounds cost, both measured on the way."""
+
+    most: int = 8
+    """Most drafts of a round."""
+
+    def __post_init__(self) -> None:
+        self._at_least_one(most=self.most)
+
+    def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
+        return AdaptiveChainProposer(net, self.most)
+
+    @property
+    def label(self) -> str:
+        return f"chain up to {self.most}"
 
 
 @dataclass(frozen=True)

@@ -28,11 +28,14 @@ class ChainProposer(DrafterProposer):
         return self.drafts - 1
 
     def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
+        return self._chain(self.drafts, tokens_BM, length_B, extent)
+
+    def _chain(self, count: int, tokens_BM: Tensor, length_B: Tensor, extent: int) -> Proposal:
         self.state.forget(extent)
         prev_B1 = tokens_BM.gather(1, length_B[:, None])
         hidden_B1H = self.hidden_BH[: len(length_B), None]
         drafts, logp = [], []
-        for depth in range(self.drafts):
+        for depth in range(count):
             if depth:
                 hidden_B1H = self.net.step(self.state, prev_B1, torch.full_like(prev_B1, depth - 2))
             logits_B1V = self._logits(hidden_B1H, prev_B1)

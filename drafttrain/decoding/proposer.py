@@ -6,6 +6,8 @@ Letters: B rows in play, R rows admitted now, K greatest depth, N nodes, P place
 A taps, D target width, H drafter width, V draft vocabulary (of the target's logits: its own).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,6 +39,11 @@ class Proposer:
         """Slots behind a row's anchor that it may touch in buffers of its own."""
         return self.drafts
 
+    @property
+    def round_shape(self) -> int:
+        """A number that tells rounds of different shapes apart, if the next round need not have the shape of the last."""
+        return 0
+
     def begin(self, batch: int, capacity: int) -> None:
         """Forget everything; rows come with `admit`."""
 
@@ -53,6 +60,9 @@ class Proposer:
 
     def observe(self, logits_BPV: Tensor, ids_BP: Tensor) -> None:
         """What the target says behind the anchor and the nodes, whose tokens are `ids_BP`; between `propose` and `commit`."""
+
+    def heard(self, accepted: Sequence[int], shape: int, seconds: float | None) -> None:
+        """What a round of this shape kept in each row, and how long it took (None if rounds overlapped). Called by the host after it."""
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows, in this order: they become the first of the batch."""

@@ -52,7 +52,9 @@ def main() -> None:
         some = pairs[torch.randint(S, (S,), generator=g)][:, :, torch.randint(P, (P,), generator=g)]
         drawn.append(_difference(some))
     low, high = torch.stack(drawn).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    print(f"{P} prompts, {S} seeds: B/A - 1 = {100 * float(_difference(pairs)):+.2f}%, 95% interval {100 * low:+.2f}% to {100 * high:+.2f}%")
+    print(
+        f"{P} prompts, {S} seeds: B/A - 1 = {100 * float(_difference(pairs)):+.2f}%, 95% interval {100 * low:+.2f}% to {100 * high:+.2f}%"
+    )
 
 
 def _tau(counts: torch.Tensor) -> torch.Tensor:
