@@ -180,10 +180,13 @@ class Builder:
         try:
             if isinstance(given, bool) and not accepts_bool(hint):
                 raise TypeError("true and false are no numbers")
+            if given is None and hint not in (Any, None, type(None)) and type(None) not in typing.get_args(hint):
+                raise TypeError("jsonargparse lets null pass for anything")
             return parser.parse_object({"value": given}).value
         except (ArgumentError, TypeError, ValueError):
             self.errors.append(
-                f"'{place}'{self.written.origin(place)} should be {describe(hint)}, got {given!r} ({type(given).__name__})."
+                f"'{place}'{self.written.origin(place)} should be {describe(hint)}, got "
+                + ("null." if given is None else f"{given!r} ({type(given).__name__}).")
             )
             return None
 

@@ -251,3 +251,15 @@ def test_help_shows_every_key_with_its_docstring():
 
 def test_methods_that_only_code_makes_cannot_be_named():
     assert "Tree" in choices(Method) and not any(name.startswith("_") for name in choices(Method))
+
+
+@pytest.mark.parametrize(("key", "wanted"), [("data.length", "int"), ("optimizer.lr", "float"), ("target.dtype", "text")])
+def test_null_is_refused_where_a_value_is_needed(write, key, wanted):
+    section, field = key.split(".")
+    assert f"should be {wanted}, got null" in refused([write(BASE), write(f"{section}: {{{field}: null}}", "null.yaml")])
+
+
+def test_null_is_taken_where_it_means_something(write):
+    top = write("drafter: {init_args: {draft_vocab: null}}\nvalidate: {prompts: null}", "null.yaml")
+    recipe, _ = load_recipe([write(BASE), top])
+    assert recipe.drafter.draft_vocab is None and recipe.validate.prompts is None
