@@ -293,7 +293,11 @@ def test_pipeline_passes_a_stop_on_and_begins_no_further_stage(tmp_path, number,
     python.chmod(0o755)
     script = [str(ROOT / "launch" / "pipeline.sh"), "r.yaml"]
     process = subprocess.Popen(
-        script, env=os.environ | {"PYTHON": str(python)}, stdout=subprocess.DEVNULL, start_new_session=True
+        script,
+        env=os.environ | {"PYTHON": str(python)},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests may run where it is ignored, behind nohup
     )
     try:
         deadline = time.monotonic() + 20

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import torch
 
@@ -88,7 +88,7 @@ class Rounds:
     @torch.no_grad()
     def launch(self, extent: int) -> None:
         """Start one round; a GPU goes on by itself."""
-        began, alone, shape = perf_counter(), not self._launched, self._shape
+        began, alone, shape = monotonic(), not self._launched, self._shape
         for name, stage in self._stages(extent).items():
             if self.clock is None:
                 stage()
@@ -117,7 +117,7 @@ class Rounds:
         if first.done is not None:
             first.done.synchronize()
         rows = first.said_BX.tolist()
-        return Collected(rows, first.shape, perf_counter() - first.began if first.alone and not self._launched else None)
+        return Collected(rows, first.shape, monotonic() - first.began if first.alone and not self._launched else None)
 
     @property
     def _shape(self) -> int:
