@@ -6,7 +6,7 @@ from rich.text import Text
 from drafttrain.commands.drafts import find_draft, load_draft
 from drafttrain.decoding.engine import generate
 from drafttrain.decoding.measure import count
-from drafttrain.decoding.propose import ChainProposer
+from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.errors import UserError
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.decoding.propose import Proposer
+from drafttrain.decoding.proposer import Proposer
 from drafttrain.decoding.sampling import Sampling, choose_tokens, stream_of
 from drafttrain.decoding.tree import ancestors, depths
+from drafttrain.decoding.verify import Verifier
 from drafttrain.target.target import Target
-from drafttrain.types import Features, Proposal, Request, Verdict
+from drafttrain.types import Features, Proposal, Request
 
-Verifier = Callable[[Tensor, Proposal, Sampling, Tensor, Tensor], Verdict]
-"""(the target's logits at each place [B, N+1, V], proposal, sampling, stream_B, length_B) -> what is kept."""
 SMALLEST_BLOCK = 64
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from drafttrain.decoding.batch import Batch, Verifier, whole_blocks
+from drafttrain.decoding.batch import Batch, whole_blocks
 from drafttrain.decoding.graphs import Rounds, StageClock
-from drafttrain.decoding.propose import Proposer
+from drafttrain.decoding.proposer import Proposer
 from drafttrain.decoding.sampling import Sampling
-from drafttrain.decoding.verify import Match
+from drafttrain.decoding.verify import Match, Verifier
 from drafttrain.errors import UserError
 from drafttrain.target.target import Target
 from drafttrain.types import Request, Rollout
@@ -118,7 +118,7 @@ class Engine:
             taps: layers whose outputs are kept, without a proposer; a proposer says itself which it reads.
             keep_features: hand out taps and final states of every row the target read.
             graphs: replay rounds as CUDA graphs where the target is on a GPU.
-            debug: after every round, hold lengths, positions and caches against what the host knows; slow.
+            debug: after every round, hold the batch's lengths and tokens, and the drafter's lengths, against what the host knows; slow.
         """
         if proposer is not None and keep_features and taps != proposer.taps:
             raise ValueError("one pass hands out one set of taps")
@@ -163,15 +163,21 @@ class Engine:
             # Prefilling interrupts everybody. A GPU waits until several rows can share one; a CPU is busy with any, and idle rows cost.
             enough = len(self.rows) // 8 if self.target.device.type == "cuda" else 1
             admits = bool(waiting) and len(free) >= max(1, min(len(waiting), enough))
-            if (admits or self._narrows(batch, waiting)) and self._rounds is not None and self._rounds.in_flight:
+            narrows = not waiting and self._narrows(batch)
+            if (admits or narrows) and self._rounds is not None and self._rounds.in_flight:
                 self._note_round()  # rows are about to change places, and what is on its way is of the old ones
             elif admits:
                 self._admit(batch, free[: len(waiting)], waiting)
             else:
-                if self._narrows(batch, waiting):
+                if narrows:
                     self._narrow(batch)
                 self._round()
             yield from self._finished(batch, overrun)
+
+    def extent(self, read: int) -> int:
+        """Slots that a round looks at, if the buffers hold as many, where the target has read `read` tokens in the longest row: what a
+        graph is recorded for."""
+        return whole_blocks(read + 1 + self._ahead)
 
     # ---- rows ----------------------------------------------------------------------------------------------------------
 
@@ -217,7 +223,7 @@ class Engine:
         rounds = self._rounds
         assert rounds is not None
         longest = max(row.read for row in self.rows if row is not None) + rounds.in_flight * self._advance
-        rounds.launch(min(whole_blocks(longest + 1 + self._ahead), rounds.batch.capacity))
+        rounds.launch(min(self.extent(longest), rounds.batch.capacity))
         if self._overlap_from is None or rounds.in_flight > 1 or len(self.rows) < self._overlap_from:
             self._note_round()
 
@@ -244,10 +250,10 @@ class Engine:
         batch.release(ended)
         yield from rollouts
 
-    def _narrows(self, batch: Batch, waiting: deque[Request]) -> bool:
-        """Whether fewer rows will do, now that no prompt waits for the others."""
+    def _narrows(self, batch: Batch) -> bool:
+        """Whether fewer rows will do, where no prompt waits for the others."""
         live = sum(row is not None for row in self.rows)
-        return not waiting and 0 < self._width(batch, live) < batch.width and live * 4 <= batch.width * 3
+        return 0 < self._width(batch, live) < batch.width and live * 4 <= batch.width * 3
 
     def _narrow(self, batch: Batch) -> None:
         live = [b for b, row in enumerate(self.rows) if row is not None]

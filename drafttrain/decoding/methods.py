@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from drafttrain.decoding.batch import Verifier
 from drafttrain.decoding.calibrate import Acceptance, calibrate
 from drafttrain.decoding.propose_adaptive import AdaptiveChainProposer
 from drafttrain.decoding.propose_chain import ChainProposer
@@ -21,6 +20,7 @@ from drafttrain.decoding.propose_tree import TreeProposer
 from drafttrain.decoding.proposer import Proposer
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.decoding.tree_shape import TreeShape
+from drafttrain.decoding.verify import Verifier
 from drafttrain.decoding.verify_chain import Block, TokenWise
 from drafttrain.decoding.verify_tree import Rejection
 from drafttrain.drafters.base import DrafterNet

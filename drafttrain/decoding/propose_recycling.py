@@ -10,7 +10,7 @@ Letters: B rows in play, P places, N = B P tokens read, W nodes of a level, C gu
 import torch
 from torch import Tensor
 
-from drafttrain.decoding.proposer import Proposer
+from drafttrain.decoding.proposer import FixedShape
 from drafttrain.decoding.tree_shape import TreeShape, grow
 from drafttrain.types import Proposal
 
@@ -20,23 +20,13 @@ def assumed_shape(nodes: int, top_k: int, depth: int) -> TreeShape:
     return grow([[0.35 / (rank + 1) ** 1.3 for rank in range(top_k)]] * depth, nodes)
 
 
-class RecyclingProposer(Proposer):
+class RecyclingProposer(FixedShape):
     """Guesses behind a token what the target guessed there last time."""
 
     def __init__(self, shape: TreeShape, vocab: int, device: torch.device):
-        self.shape, self.drafts = shape, shape.depth
-        self._levels, self._parents_N = [level.to(device) for level in shape.levels()], shape.parents().to(device)
-        top_k = 1 + max(max(path) for path in shape.paths)
-        self.behind_VK = torch.full((vocab, min(top_k, vocab)), -1, device=device)
+        self.take_shape(shape, device)
+        self.behind_VK = torch.full((vocab, min(shape.best, vocab)), -1, device=device)
         """-1 behind tokens that were not read yet."""
-
-    @property
-    def nodes(self) -> int:
-        return len(self.shape.paths)
-
-    @property
-    def chain(self) -> bool:
-        return self.nodes == self.shape.depth
 
     def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
         token_BW, tokens = tokens_BM.gather(1, length_B[:, None]), []

@@ -6,34 +6,24 @@ Letters: B rows in play, N nodes, W nodes of a level, C guesses of each, H draft
 import torch
 from torch import Tensor
 
-from drafttrain.decoding.proposer import DrafterProposer
+from drafttrain.decoding.proposer import DrafterProposer, FixedShape
 from drafttrain.decoding.tree_shape import TreeShape
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.types import Proposal
 
 
-class StaticTreeProposer(DrafterProposer):
+class StaticTreeProposer(FixedShape, DrafterProposer):
     """A trained drafter as a tree of a fixed shape (Medusa, Cai et al. 2024, arXiv 2401.10774)."""
 
     def __init__(self, net: DrafterNet, shape: TreeShape):
         super().__init__(net, shape.depth)
-        best, words = 1 + max(max(path) for path in shape.paths), len(net.speakable_V)
-        if best > words:
+        words = len(net.speakable_V)
+        if shape.best > words:
             raise UserError(
-                f"a static tree asks for {best} guesses at one place, but the draft vocabulary has {words} tokens; give another tree."
+                f"a static tree asks for {shape.best} guesses at one place, but the draft vocabulary has {words} tokens; give another tree."
             )
-        self.shape = shape
-        device = net.speakable_V.device
-        self._levels, self._parents_N = [level.to(device) for level in shape.levels()], shape.parents().to(device)
-
-    @property
-    def nodes(self) -> int:
-        return len(self.shape.paths)
-
-    @property
-    def chain(self) -> bool:
-        return self.nodes == self.shape.depth
+        self.take_shape(shape, net.speakable_V.device)
 
     @property
     def stepped(self) -> int:

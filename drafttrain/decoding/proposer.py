@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from drafttrain.decoding.tree_shape import TreeShape
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.types import Proposal
@@ -74,6 +75,23 @@ class Proposer:
 def chain_of(tokens_BK: Tensor) -> Proposal:
     """A deterministic chain."""
     return Proposal(tokens_BK, (torch.arange(tokens_BK.shape[1], device=tokens_BK.device) - 1).expand_as(tokens_BK))
+
+
+class FixedShape(Proposer):
+    """What trees of a fixed shape share."""
+
+    def take_shape(self, shape: TreeShape, device: torch.device) -> None:
+        """The shape, and what is looked up of it in every round, on the device."""
+        self.shape, self.drafts = shape, shape.depth
+        self._levels, self._parents_N = [level.to(device) for level in shape.levels()], shape.parents().to(device)
+
+    @property
+    def nodes(self) -> int:
+        return len(self.shape.paths)
+
+    @property
+    def chain(self) -> bool:
+        return self.nodes == self.shape.depth
 
 
 class DrafterProposer(Proposer):

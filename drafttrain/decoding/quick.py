@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from drafttrain.decoding.engine import generate
 from drafttrain.decoding.measure import Counts, count
-from drafttrain.decoding.propose import ChainProposer
+from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.target.target import Target
 from drafttrain.types import Request

@@ -42,6 +42,11 @@ class TreeShape:
         return len(self.paths[-1])
 
     @cached_property
+    def best(self) -> int:
+        """Most guesses that are asked for at one place."""
+        return 1 + max(path[-1] for path in self.paths)
+
+    @cached_property
     def expanded(self) -> tuple[Path, ...]:
         """Nodes that have children, level by level."""
         parents = {path[:-1] for path in self.paths}

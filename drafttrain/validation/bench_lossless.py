@@ -11,11 +11,10 @@ from dataclasses import replace
 import torch
 
 from drafttrain.decoding.sampling import Sampling, probabilities, stream_of, uniforms
-from drafttrain.layouts import one_chat
 from drafttrain.target.target import Target
 from drafttrain.types import Rollout
 from drafttrain.validation.bench_passes import Row
-from drafttrain.validation.passes import Difference, differences
+from drafttrain.validation.passes import Difference, differences, logit_gap, logits_before
 
 TIE = 1e-4
 """Closer than this, in logits or in probability, fp32 may part too."""
@@ -39,14 +38,12 @@ def compare(target: Target, plain: Sequence[Row], rows: Sequence[Row], sampling:
 def gap(target: Target, rollout: Rollout, difference: Difference, sampling: Sampling) -> float | None:
     """How far the other token was from being plain decoding's, by the target in one plain pass: in logits, or, sampled, in
     probability. None where one of the two had ended."""
+    if sampling.temperature == 0:
+        return logit_gap(target, rollout, difference)
     if difference.plain is None or difference.other is None:
         return None
     place = rollout.prompt_len + difference.position
-    features = target.read_packed(one_chat(rollout.ids[:place].to(target.device), rollout.prompt_len), ())
-    logits_V = target.logits(features.final_BTD[0, -1:])[0].float()
-    if sampling.temperature == 0:
-        return float(logits_V[difference.plain] - logits_V[difference.other])
-    upper_V = probabilities(logits_V, sampling).double().cumsum(0)
+    upper_V = probabilities(logits_before(target, rollout, difference.position), sampling).double().cumsum(0)
     stream_B, position_BT = torch.tensor([stream_of(rollout.key, sampling.seed)]), torch.tensor([[place]])
     u = float(uniforms(stream_B, position_BT)) * float(upper_V[-1])
     lower = float(upper_V[difference.other - 1]) if difference.other else 0.0

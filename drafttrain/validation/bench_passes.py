@@ -10,9 +10,6 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from time import perf_counter
 
-import torch
-
-from drafttrain.decoding.batch import whole_blocks
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.graphs import StageClock
 from drafttrain.decoding.measure import check_counts
@@ -22,6 +19,7 @@ from drafttrain.drafters.base import DrafterNet
 from drafttrain.target.target import Target
 from drafttrain.types import Request, Rollout
 from drafttrain.validation.bench_questions import Asked
+from drafttrain.validation.passes import synchronize
 
 WARM_TOKENS = 8
 """Length of the answers that warm a CPU up for a batch."""
@@ -112,10 +110,10 @@ class Stages:
 
 def answer(engine: Engine, asked: Asked) -> tuple[tuple[Rollout, ...], float]:
     """All turns of a question, and the seconds they took."""
-    _wait(engine)
+    synchronize(engine.target)
     start = perf_counter()
     rollouts = tuple(rollout for request in asked.requests for rollout in engine.generate([request]))
-    _wait(engine)
+    synchronize(engine.target)
     return rollouts, perf_counter() - start
 
 
@@ -147,19 +145,13 @@ def extents(engine: Engine, rollout: Rollout) -> list[int]:
     """The extent of every round of an answer."""
     read, found = rollout.prompt_len, []
     for accepted in rollout.accepted:
-        found.append(_extent(engine, read))
+        found.append(engine.extent(read))
         read += accepted + 1
     return found
 
 
 def _may_meet(engine: Engine, asked: Asked) -> set[int]:
-    return {_extent(engine, len(r.ids) + said) for r in asked.requests for said in range(r.limit)}
-
-
-def _extent(engine: Engine, read: int) -> int:
-    """Slots that a round looks at where the target has read so many tokens (as the engine rounds them)."""
-    ahead = max(engine.proposer.nodes, engine.proposer.reach) if engine.proposer else 0
-    return whole_blocks(read + 2 + ahead)
+    return {engine.extent(len(r.ids) + said) for r in asked.requests for said in range(r.limit)}
 
 
 def time_questions(engines: Mapping[str, Engine], asked: Sequence[Asked], run: int, part: str) -> list[Row]:
@@ -209,10 +201,10 @@ class StageTimer:
     def answer(self, request: Request) -> None:
         """Answer a prompt with a clock on every stage."""
         self.engine.clock, self.clock.first_round = self.clock, None
-        _wait(self.engine)
+        synchronize(self.engine.target)
         start = perf_counter()
         self.tokens += sum(len(rollout.answer) for rollout in self.engine.generate([request]))
-        _wait(self.engine)
+        synchronize(self.engine.target)
         end = perf_counter()
         begun = end if self.clock.first_round is None else self.clock.first_round
         self.prefill, self.rounds = self.prefill + begun - start, self.rounds + end - begun
@@ -247,18 +239,12 @@ def throughput(contender: Contender, sampling: Sampling, asked: Sequence[Asked],
         list(engine.generate([replace(request, limit=min(request.limit, WARM_TOKENS)) for request in requests]))
     found = []
     for _ in range(repeats):
-        _wait(engine)
+        synchronize(engine.target)
         start = perf_counter()
         rollouts = list(engine.generate(requests))
-        _wait(engine)
+        synchronize(engine.target)
         found.append(sum(len(rollout.answer) for rollout in rollouts) / (perf_counter() - start))
     return found
-
-
-def _wait(engine: Engine) -> None:
-    """Until a GPU has done all that it was given, so that the clock tells the truth."""
-    if _on_gpu(engine):
-        torch.cuda.synchronize(engine.target.device)
 
 
 def _on_gpu(engine: Engine) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from drafttrain.markdown import table
 from drafttrain.validation.bench_config import PLAIN
 from drafttrain.validation.bench_passes import Row
+from drafttrain.validation.report import percent, provenance
 
 LISTED = 20
 """Differences and skipped questions that the report shows; bench.json has all."""
@@ -165,8 +166,8 @@ def _depths(each: Mapping) -> str:
     rows = []
     for name, m in methods.items():
         missing = [""] * (deepest - m["drafts"])
-        rows.append([name, "of the rounds that got there", *map(_percent, m["acceptance_by_depth"]), *missing])
-        rows.append(["", "of all rounds (reach)", *map(_percent, m["reach_by_depth"]), *missing])
+        rows.append([name, "of the rounds that got there", *map(percent, m["acceptance_by_depth"]), *missing])
+        rows.append(["", "of all rounds (reach)", *map(percent, m["reach_by_depth"]), *missing])
     return table(["method", "accepted", *(f"depth {k}" for k in range(1, deepest + 1))], rows) if rows else ""
 
 
@@ -259,16 +260,10 @@ def _skipped(r: Mapping) -> str:
 
 
 def _made(r: Mapping) -> str:
-    h, c, target = r["hardware"], r["config"], r["target"]
-    gpu = f"{h['gpu']} (CUDA {h['cuda']}), " if "gpu" in h else ""
-    versions = {"python": h["python"], "torch": h["torch"]} | r["versions"]
+    c = r["config"]
     asked = ", ".join(f"{number} {name}" for name, number in r["categories"].items())
     rows = [
-        ["command", f"`{r['command']}`" if r.get("command") else ""],
-        ["commit", r["commit"] or "not a checkout"],
-        ["machine", f"{gpu}{h['cpu']}, {h['cores']} cores, {h['threads']} threads; {h['gflops_2048_fp32']:.0f} GFLOP/s in a 2048³ fp32 product"],
-        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
-        ["target", f"{target['path']} (revision {target['revision'] or 'none'}), {target['dtype']}"],
+        *provenance(r),
         ["drafter", r.get("draft") or ""],
         ["export", r.get("export_hash") or ""],
         ["questions", f"{asked}; from {c['prompts'] or 'the held-out prompts of the run'}; answers up to {c['max_tokens']} tokens"],
@@ -292,7 +287,3 @@ def _with(facts: Mapping, key: str, form: str) -> str:
 
 def _number(value: float | None) -> str:
     return "n/a" if value is None else f"{value:.2f}"
-
-
-def _percent(value: float | None) -> str:
-    return "n/a" if value is None else f"{100 * value:.1f}%"

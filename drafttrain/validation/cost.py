@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from drafttrain.decoding.engine import Engine
-from drafttrain.decoding.propose import Proposer
+from drafttrain.decoding.proposer import Proposer
 from drafttrain.target.target import Target
 from drafttrain.types import Request, Rollout
 from drafttrain.validation.passes import run

@@ -68,10 +68,10 @@ def run(engine: Engine, requests: Sequence[Request], overrun: int = 0) -> tuple[
     Raises:
         RuntimeError: if the engine did not answer each request exactly once.
     """
-    _synchronize(engine.target)
+    synchronize(engine.target)
     start = time.perf_counter()
     rollouts = list(engine.generate(requests, overrun=overrun))
-    _synchronize(engine.target)
+    synchronize(engine.target)
     seconds = time.perf_counter() - start
     by_key = {r.key: r for r in rollouts}
     if len(rollouts) != len(requests) or set(by_key) != {r.key for r in requests}:
@@ -99,10 +99,16 @@ def logit_gap(target: Target, rollout: Rollout, difference: Difference) -> float
     """
     if difference.plain is None or difference.other is None:
         return None
-    ids_T = rollout.ids[: rollout.prompt_len + difference.position].to(target.device)
-    features = target.read_packed(one_chat(ids_T, rollout.prompt_len), ())
-    logits_V = target.logits(features.final_BTD[0, -1:]).float()[0]
+    logits_V = logits_before(target, rollout, difference.position)
     return float(logits_V[difference.plain] - logits_V[difference.other])
+
+
+@torch.no_grad()
+def logits_before(target: Target, rollout: Rollout, position: int) -> torch.Tensor:
+    """The target's logits for token `position` of an answer, in fp32 [V], by one plain pass over the text before it."""
+    ids_T = rollout.ids[: rollout.prompt_len + position].to(target.device)
+    features = target.read_packed(one_chat(ids_T, rollout.prompt_len), ())
+    return target.logits(features.final_BTD[0, -1:]).float()[0]
 
 
 def _at(tokens: list[int], position: int) -> int | None:
@@ -113,7 +119,7 @@ def _token(token: int | None) -> str:
     return "nothing (it had ended)" if token is None else f"token {token}"
 
 
-def _synchronize(target: Target) -> None:
+def synchronize(target: Target) -> None:
     """Wait for the GPU, so that a clock read next tells the truth."""
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)

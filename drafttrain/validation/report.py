@@ -155,10 +155,10 @@ def _depths(r: Mapping) -> str:
             [
                 METHOD_NAMES[name],
                 "of the rounds that got there",
-                *map(_percent, defined(m["acceptance_by_depth"], m["reach_by_depth"])),
+                *map(percent, defined(m["acceptance_by_depth"], m["reach_by_depth"])),
             ]
         )
-        rows.append(["", "of all rounds (reach)", *map(_percent, m["reach_by_depth"])])
+        rows.append(["", "of all rounds (reach)", *map(percent, m["reach_by_depth"])])
     return table(["method", "accepted", *(f"depth {k}" for k in range(1, r["drafts"] + 1))], rows)
 
 
@@ -167,7 +167,7 @@ def _positions(r: Mapping) -> str:
         [METHOD_NAMES[name], *("n/a" if tau is None else f"{tau:.3f}" for tau in m["tau_by_position"])]
         for name, m in r["methods"].items()
     ]
-    rows.append(["repeated text", *map(_percent, r["repeated_by_position"])])
+    rows.append(["repeated text", *map(percent, r["repeated_by_position"])])
     return (
         table(["tau of rounds that begin at token", *(f"{start}-{end}" for start, end in r["positions"])], rows) + POSITION_NOTE
     )
@@ -204,26 +204,34 @@ def _simulation(r: Mapping) -> str:
 
 
 def _made(r: Mapping) -> str:
-    h, c, target, v = r["hardware"], r["config"], r["target"], r["draft_vocabulary"]
-    gpu = f"{h['gpu']} (CUDA {h['cuda']}), " if "gpu" in h else ""
-    speed = f"{h['gflops_2048_fp32']:.0f} GFLOP/s in a 2048³ fp32 product"
-    versions = {"python": h["python"], "torch": h["torch"]} | r["versions"]
+    c, v = r["config"], r["draft_vocabulary"]
     rows = [
-        ["command", f"`{r['command']}`" if r.get("command") else ""],
-        ["commit", r.get("commit") or "not a checkout"],
-        ["machine", f"{gpu}{h['cpu']}, {h['cores']} cores, {h['threads']} threads; {speed}"],
-        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
-        ["target", f"{target['path']} (revision {target['revision'] or 'none'}), {target['dtype']}"],
+        *provenance(r),
         [
             "set",
             f"{r['prompts']} held-out prompts; answers up to {c['max_tokens']} tokens, {c['slots']} at a time; temperature 0",
         ],
-        ["draft vocabulary", f"{v['size']:,} of {v['target_size']:,} tokens: {_percent(v['coverage'])} of these answers' tokens"],
+        ["draft vocabulary", f"{v['size']:,} of {v['target_size']:,} tokens: {percent(v['coverage'])} of these answers' tokens"],
         ["drafter", f"{r['draft']}/" if r.get("draft") else ""],
         ["export", r.get("export_hash") or ""],
         ["date", r["date"]],
     ]
     return table(["", ""], [row for row in rows if row[1]])
+
+
+def provenance(r: Mapping) -> list[list[str]]:
+    """Rows of a table that say what made a report, where, and of which target; a row without content is not shown."""
+    h, target = r["hardware"], r["target"]
+    gpu = f"{h['gpu']} (CUDA {h['cuda']}), " if "gpu" in h else ""
+    speed = f"{h['gflops_2048_fp32']:.0f} GFLOP/s in a 2048³ fp32 product"
+    versions = {"python": h["python"], "torch": h["torch"]} | r["versions"]
+    return [
+        ["command", f"`{r['command']}`" if r.get("command") else ""],
+        ["commit", r.get("commit") or "not a checkout"],
+        ["machine", f"{gpu}{h['cpu']}, {h['cores']} cores, {h['threads']} threads; {speed}"],
+        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
+        ["target", f"{target['path']} (revision {target['revision'] or 'none'}), {target['dtype']}"],
+    ]
 
 
 def _recount(r: Mapping) -> str:
@@ -247,7 +255,7 @@ def _times(factor: float) -> str:
     return f"{factor:.2f}×"
 
 
-def _percent(value: float | None) -> str:
+def percent(value: float | None) -> str:
     return "n/a" if value is None else f"{100 * value:.1f}%"
 
 

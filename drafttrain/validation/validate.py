@@ -18,7 +18,8 @@ from pathlib import Path
 from drafttrain import plots
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import count
-from drafttrain.decoding.propose import ChainProposer, LookupProposer
+from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.decoding.propose_ngram import LookupProposer
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.files import write_atomic

@@ -13,7 +13,7 @@ import torch
 
 from drafttrain.commands.drafts import load_draft
 from drafttrain.decoding.engine import Engine
-from drafttrain.decoding.propose import ChainProposer
+from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.types import Request

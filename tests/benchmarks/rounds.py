@@ -1,6 +1,6 @@
 """What a round costs, and what it buys: PYTHONPATH=. python tests/benchmarks/rounds.py --draft EXPORT --prompts FILE.jsonl [flags]
 
-    --count 16 --max-tokens 128 --batch 1 --dtype bfloat16 --drafts 5 --trees 8x32,10x60 --plain-graphs
+    --count 16 --max-tokens 128 --batch 1 --dtype bfloat16 --drafts 5 --trees 8x32,10x60 [--no-graphs]
 
 Every method answers the same prompts (`messages` form) twice, greedily, in one run; the second pass is timed, so that graphs are recorded
 by then. Columns: milliseconds a round by stage (CUDA events; `rest` is what the host adds), tau, tokens a second, against plain decoding with
@@ -17,7 +17,9 @@ import torch
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.graphs import StageClock
 from drafttrain.decoding.measure import count
-from drafttrain.decoding.propose import ChainProposer, LookupProposer, TreeProposer
+from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.decoding.propose_ngram import LookupProposer
+from drafttrain.decoding.propose_tree import TreeProposer
 from drafttrain.export.eagle3 import load_export
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target

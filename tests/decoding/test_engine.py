@@ -7,7 +7,10 @@ import torch
 
 from drafttrain.decoding.engine import Engine, generate
 from drafttrain.decoding.measure import count, simulate
-from drafttrain.decoding.propose import ChainProposer, LookupProposer, Proposer, TreeProposer, chain_of
+from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.decoding.propose_ngram import LookupProposer
+from drafttrain.decoding.propose_tree import TreeProposer
+from drafttrain.decoding.proposer import Proposer, chain_of
 from drafttrain.decoding.sampling import Sampling, choose_tokens, probabilities, stream_of, uniforms
 from drafttrain.decoding.tree import check
 from drafttrain.drafters.eagle3 import Eagle3

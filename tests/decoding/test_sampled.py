@@ -9,7 +9,7 @@ from drafttrain.decoding import verify_chain, verify_tree
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import count
 from drafttrain.decoding.methods import Chain, DrawnTree, Method, Tree
-from drafttrain.decoding.propose import DrawnProposer
+from drafttrain.decoding.propose_drawn import DrawnProposer
 from drafttrain.decoding.sampling import Sampling, probabilities
 from drafttrain.decoding.tree import check
 from drafttrain.errors import UserError

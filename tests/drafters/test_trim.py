@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from drafttrain.decoding.engine import generate
-from drafttrain.decoding.propose import ChainProposer
+from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import load_drafter, save_drafter
 from drafttrain.drafters.trim import choose_kept, trim

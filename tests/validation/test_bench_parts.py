@@ -8,7 +8,7 @@ import torch
 from drafttrain.decoding import graphs
 from drafttrain.decoding.engine import Engine, generate
 from drafttrain.decoding.methods import Chain, Lookup
-from drafttrain.decoding.propose import LookupProposer
+from drafttrain.decoding.propose_ngram import LookupProposer
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.errors import UserError
 from drafttrain.types import Request, Rollout

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drafttrain.decoding.engine import generate
-from drafttrain.decoding.propose import Proposer, chain_of
+from drafttrain.decoding.proposer import Proposer, chain_of
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.types import Request, Rollout
