@@ -48,7 +48,7 @@ def chain_layout(sequences: Sequences, depth: int, speakable_V: Tensor) -> Layou
     widest = int(anchors.sum(1).max()) if anchors.any() else 0
     Q = max(-(-widest // QUERY_MULTIPLE) * QUERY_MULTIPLE, QUERY_MULTIPLE)
     query_BQ = torch.full((B, Q), -1)
-    columns: dict[str, list[Tensor]] = {name: [] for name in ("anchor", "depth", "label", "teacher", "cell")}
+    columns: dict[str, list[Tensor]] = {name: [] for name in ("anchor", "depth", "label", "teacher", "draft", "cell")}
     dropped_K = torch.zeros(depth, dtype=torch.long)
     for b in range(B):
         at = anchors[b].nonzero()[:, 0]
@@ -63,11 +63,12 @@ def chain_layout(sequences: Sequences, depth: int, speakable_V: Tensor) -> Layou
             columns["depth"].append(torch.full((int(said.sum()),), k))
             columns["label"].append(label[said])
             columns["teacher"].append(b * T + anchor[said] + k - 1)
+            columns["draft"].append(b * Q + reaches[said])
             columns["cell"].append(((k - 1) * B + b) * Q + reaches[said])
     flat = {name: torch.cat(parts) for name, parts in columns.items()}
     pool_M, teacher_N = torch.unique(flat["teacher"], return_inverse=True)
     return Layout(
-        flat["anchor"], flat["depth"], flat["label"], teacher_N, flat["anchor"], pool_M, query_BQ, flat["cell"], dropped_K
+        flat["anchor"], flat["depth"], flat["label"], teacher_N, flat["draft"], pool_M, query_BQ, flat["cell"], dropped_K
     )
 
 

@@ -59,7 +59,7 @@ class Layout:
     teacher_N: Tensor
     """Index into `pool_M` of row A+k-1, whose distribution teaches the element."""
     draft_N: Tensor
-    """Which draft the element belongs to (elements of one anchor share it)."""
+    """Which draft the element belongs to: the flat place b*Q+q of its drafting row in `query_BQ`."""
     pool_M: Tensor
     """Flat rows whose distributions teach anything at all."""
     query_BQ: Tensor
@@ -87,6 +87,9 @@ class Drafted:
     prev_N: Tensor
     """Token read just before (A+k-1)."""
     draft_N: Tensor
+    """Which draft the element belongs to, below `drafts`; the elements of a draft have distinct depths."""
+    drafts: int
+    """An upper bound of the drafts: the drafting rows, padding included."""
     depth_N: Tensor
     vocabulary_V: Tensor
     """Target id of each column of the student's and teacher's logits."""
@@ -97,11 +100,11 @@ class Drafted:
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of a loss: coefficient * sum / count. The count for the whole accumulation window is known from the data."""
+    """One summand of a loss: sum / count. The count for the whole accumulation window is known from the data."""
 
     sum: Tensor
     count: Tensor
-    coefficient: float
+    """Of these elements alone."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from drafttrain.types import Features
+
 TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
@@ -40,6 +42,16 @@ ARCHITECTURES = {
         Gemma3TextConfig(**COMMON, sliding_window=6, final_logit_softcapping=8.0, query_pre_attn_scalar=8)
     ),
 }
+
+
+def first(features: Features, count: int) -> Features:
+    """The first rows."""
+    return Features(features.taps_BTAD[:, :count], features.final_BTD[:, :count])
+
+
+def rows_of(features: Features, rows) -> Features:
+    """Some rows of the batch."""
+    return Features(features.taps_BTAD[rows], features.final_BTD[rows])
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

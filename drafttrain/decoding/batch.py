@@ -95,7 +95,7 @@ class Batch:
         self.length_B[rows_R], self.stream_B[rows_R], self.live_B[rows_R] = counts_R, streams_R, True
         self._store(features, slots_RP, rows_R)
         if self.proposer:
-            self.proposer.admit(rows_R, self.tokens_BM[rows_R], counts_R, features.taps_BTAD, extent)
+            self.proposer.admit(rows_R, self.tokens_BM[rows_R], counts_R, features, extent)
         return first_R1[:, 0].tolist()
 
     def release(self, rows: Sequence[int]) -> None:
@@ -170,7 +170,7 @@ class Batch:
         counts_B = torch.where(self.live_B[:width], self.said_BX[:width, 0] + 1, 0)
         length_B += counts_B
         if self.proposer:
-            self.proposer.commit(features.taps_BTAD, said_BT, counts_B, extent)
+            self.proposer.commit(features, said_BT, counts_B, extent)
 
     def _store(self, features: Features, slots_RT: Tensor, rows_R: Tensor | None) -> None:
         if not self.keep_features:

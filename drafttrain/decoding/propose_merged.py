@@ -15,7 +15,7 @@ from torch import Tensor
 from drafttrain.decoding.merge import merged
 from drafttrain.decoding.propose_tree import TreeProposer
 from drafttrain.decoding.proposer import Proposer
-from drafttrain.types import Proposal
+from drafttrain.types import Features, Proposal
 
 
 class _Several(Proposer):
@@ -36,13 +36,17 @@ class _Several(Proposer):
         for member in self.members:
             member.begin(batch, capacity)
 
-    def admit(self, rows_R: Tensor, tokens_RM: Tensor, counts_R: Tensor, taps_RTAD: Tensor, extent: int) -> None:
+    def forget_texts(self) -> None:
         for member in self.members:
-            member.admit(rows_R, tokens_RM, counts_R, self._taps_of(member, taps_RTAD), extent)
+            member.forget_texts()
 
-    def commit(self, taps_BTAD: Tensor, tokens_BT: Tensor, counts_B: Tensor, extent: int) -> None:
+    def admit(self, rows_R: Tensor, tokens_RM: Tensor, counts_R: Tensor, features: Features, extent: int) -> None:
         for member in self.members:
-            member.commit(self._taps_of(member, taps_BTAD), tokens_BT, counts_B, extent)
+            member.admit(rows_R, tokens_RM, counts_R, self._features_of(member, features), extent)
+
+    def commit(self, features: Features, tokens_BT: Tensor, counts_B: Tensor, extent: int) -> None:
+        for member in self.members:
+            member.commit(self._features_of(member, features), tokens_BT, counts_B, extent)
 
     def observe(self, logits_BPV: Tensor, ids_BP: Tensor) -> None:
         for member in self.members:
@@ -56,11 +60,11 @@ class _Several(Proposer):
         for member in self.members:
             member.widen()
 
-    def _taps_of(self, member: Proposer, taps_BTAD: Tensor) -> Tensor:
+    def _features_of(self, member: Proposer, features: Features) -> Features:
         if member.taps == self.taps:
-            return taps_BTAD
-        parts = [taps_BTAD[:, :, self.taps.index(tap)] for tap in member.taps]
-        return torch.stack(parts, dim=2) if parts else taps_BTAD[:, :, :0]
+            return features
+        parts = [features.taps_BTAD[:, :, self.taps.index(tap)] for tap in member.taps]
+        return Features(torch.stack(parts, dim=2) if parts else features.taps_BTAD[:, :, :0], features.final_BTD)
 
 
 class MergedProposer(_Several):

@@ -14,7 +14,7 @@ from torch import Tensor
 from drafttrain.decoding.tree_shape import TreeShape
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
-from drafttrain.types import Proposal
+from drafttrain.types import Features, Proposal
 
 
 class Proposer:
@@ -45,10 +45,21 @@ class Proposer:
         """A number that tells rounds of different shapes apart, if the next round need not have the shape of the last."""
         return 0
 
+    @property
+    def round_shapes(self) -> Sequence[int]:
+        """All that `round_shape` may be."""
+        return (self.round_shape,)
+
+    def take_round_shape(self, shape: int) -> None:
+        """The next round is of this shape, one of `round_shapes`."""
+
     def begin(self, batch: int, capacity: int) -> None:
         """Forget everything; rows come with `admit`."""
 
-    def admit(self, rows_R: Tensor, tokens_RM: Tensor, counts_R: Tensor, taps_RTAD: Tensor, extent: int) -> None:
+    def forget_texts(self) -> None:
+        """Forget what was learnt from texts of other rows than those in play, if anything was."""
+
+    def admit(self, rows_R: Tensor, tokens_RM: Tensor, counts_R: Tensor, features: Features, extent: int) -> None:
         """New prompts of `counts_R` tokens in rows `rows_R`; tokens_RM[r, counts_R[r]] is the anchor."""
 
     def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
@@ -56,7 +67,7 @@ class Proposer:
         further than `extent` slots in this round."""
         raise NotImplementedError
 
-    def commit(self, taps_BTAD: Tensor, tokens_BT: Tensor, counts_B: Tensor, extent: int) -> None:
+    def commit(self, features: Features, tokens_BT: Tensor, counts_B: Tensor, extent: int) -> None:
         """Rows of the target along the accepted path, the first `counts_B` of K+1; tokens_BT[b, i] is the token behind row i."""
 
     def observe(self, logits_BPV: Tensor, ids_BP: Tensor) -> None:
@@ -100,6 +111,10 @@ class DrafterProposer(Proposer):
     def __init__(self, net: DrafterNet, drafts: int):
         if drafts < 1:
             raise UserError(f"a drafter was asked for {drafts} drafts in a round, but proposes at least 1.")
+        if net.deepest is not None and drafts > net.deepest:
+            raise UserError(
+                f"{drafts} drafts in a round were asked of a drafter with {net.deepest} heads, one for each; ask for at most {net.deepest}."
+            )
         self.net, self.drafts, self.taps = net.eval(), drafts, net.needs.taps
 
     @property
@@ -115,16 +130,16 @@ class DrafterProposer(Proposer):
         self.state = self.net.begin(batch, capacity, self.stepped)
         self.hidden_BH = torch.empty(0)
 
-    def admit(self, rows_R: Tensor, tokens_RM: Tensor, counts_R: Tensor, taps_RTAD: Tensor, extent: int) -> None:
+    def admit(self, rows_R: Tensor, tokens_RM: Tensor, counts_R: Tensor, features: Features, extent: int) -> None:
         self.state.length_B[rows_R] = 0
-        T = taps_RTAD.shape[1]
-        hidden_RH = self.net.commit(self.state, rows_R, taps_RTAD, tokens_RM[:, 1 : T + 1], counts_R, extent)
+        T = features.final_BTD.shape[1]
+        hidden_RH = self.net.commit(self.state, rows_R, features, tokens_RM[:, 1 : T + 1], counts_R, extent)
         if not len(self.hidden_BH):
             self.hidden_BH = hidden_RH.new_zeros(len(self.state.length_B), hidden_RH.shape[1])
         self.hidden_BH[rows_R] = hidden_RH
 
-    def commit(self, taps_BTAD: Tensor, tokens_BT: Tensor, counts_B: Tensor, extent: int) -> None:
-        hidden_BH = self.net.commit(self.state, None, taps_BTAD, tokens_BT, counts_B, extent)
+    def commit(self, features: Features, tokens_BT: Tensor, counts_B: Tensor, extent: int) -> None:
+        hidden_BH = self.net.commit(self.state, None, features, tokens_BT, counts_B, extent)
         self.hidden_BH[: len(hidden_BH)] = hidden_BH
 
     def keep(self, rows: Tensor) -> None:

@@ -3,10 +3,10 @@
 Training:  `layout(sequences)` says which elements count (data only, on the CPU); `rows(...)` turns them into rows to score.
 Decoding:  `begin(batch, capacity, nodes)` makes an empty state; `commit(state, ...)` reads the features of newly accepted rows and
            the tokens behind them, the anchor last; `step(state, tokens, parents)` reads drafted tokens, one level of a tree
-           (of a chain: one token). Both return what the head reads.
+           (of a chain: one token). Both return what the head reads for the token behind.
 A parity test holds the two together; the decoding face may never call `rows`.
 
-Shapes: B batch rows in play, R rows of this call, W nodes of this call, T feature rows, A taps, D target width, N rows, Vd draft vocabulary.
+Shapes: B batch rows in play, R rows of this call, W nodes of this call, T feature rows, H what the head reads, N rows, Vd draft vocabulary.
 """
 
 from dataclasses import dataclass, field
@@ -55,8 +55,11 @@ class Needs:
     """What a drafter asks of the target."""
 
     taps: tuple[int, ...]
+    """Layers whose outputs it reads; () for none."""
     depth: int
     """Depths that training scores."""
+    final: bool = False
+    """Whether it reads final states, and not only learns from them."""
 
 
 class Frozen:
@@ -75,6 +78,21 @@ class DrafterNet(nn.Module):
     needs: Needs
     speakable_V: Tensor
     """Target id of each draft id (a buffer on the net's device)."""
+    deepest: int | None = None
+    """Most drafts that it can propose in a row; None: any number."""
+    words: tuple[str, ...] = ("lm_head.weight",)
+    """Weights with a row for each token of the draft vocabulary; () where it speaks with the target's head."""
+
+    def take_vocabulary(self, vocabulary: DraftVocabulary) -> None:
+        """What layouts and proposers look up of it."""
+        self.vocabulary, self.speaks_V = vocabulary, vocabulary.t2d
+        self.register_buffer("speakable_V", vocabulary.ids, persistent=False)
+
+    @property
+    def per_word(self) -> int:
+        """Weights that its head reads for each token it can say."""
+        weights = dict(self.named_parameters())
+        return sum(weights[name].shape[1] for name in self.words) or self.shape.target_hidden
 
     def layout(self, sequences: Sequences, depth: int | None = None) -> Layout:
         raise NotImplementedError
@@ -84,6 +102,20 @@ class DrafterNet(nn.Module):
 
     def forward(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
         return self.rows(sequences, features, layout)
+
+    def drafted(self, grid_KBQH: Tensor, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
+        """The scored elements of a grid of all depths of all drafting rows."""
+        return Drafted(
+            hidden_NH=grid_KBQH.flatten(0, 2)[layout.cell_N],
+            teacher_MD=features.final_BTD.flatten(0, 1)[layout.pool_M],
+            row_N=layout.teacher_N,
+            label_N=layout.label_N,
+            prev_N=sequences.ids_BT.flatten()[layout.anchor_N + layout.depth_N - 1],
+            draft_N=layout.draft_N,
+            drafts=layout.query_BQ.numel(),
+            depth_N=layout.depth_N,
+            vocabulary_V=self.speakable_V,
+        )
 
     def logits(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:
         """[N, Vd]"""
@@ -96,15 +128,15 @@ class DrafterNet(nn.Module):
         raise NotImplementedError
 
     def commit(
-        self, state: Any, rows_R: Tensor | None, taps_RTAD: Tensor, tokens_RT: Tensor, counts_R: Tensor, extent: int
+        self, state: Any, rows_R: Tensor | None, features: Features, tokens_RT: Tensor, counts_R: Tensor, extent: int
     ) -> Tensor:
-        """Read feature rows and the token behind each; the last of `counts_R` tokens is the anchor. Returns hidden [R, H].
+        """Read feature rows [R, T, ...] and the token behind each; the last of `counts_R` tokens is the anchor. Returns hidden [R, H].
 
-        `extent` bounds the slots that these rows reach.
+        Rows beyond `counts_R` are padding, and a row with a count of 0 is idle: neither leaves a trace. `extent` bounds the slots that these rows reach.
         """
         raise NotImplementedError
 
     def step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> Tensor:
-        """Read W drafted tokens in every row. `parents_BW` counts the tokens stepped since the last commit, in their order; -1 is the
-        anchor. Returns hidden [B, W, H]."""
+        """Read W drafted tokens in every row, all of one depth. `parents_BW` counts the tokens stepped since the last commit, in their
+        order; -1 is the anchor. Returns hidden [B, W, H]."""
         raise NotImplementedError

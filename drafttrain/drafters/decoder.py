@@ -1,8 +1,9 @@
-"""The decoder block that feature drafters share, in the shape (and with the names) that serving engines load.
+"""The decoder block that drafters share, in the shape (and with the names) that serving engines load.
 
-    x = [norm(embedding); norm(hidden)]            # embeddings first; 2H wide
-    h = hidden + Attention(x)                      # the residual is the un-normed hidden
+    h = r + Attention(x)
     a = h + MLP(norm(h))
+
+What x and r are is the family's business: EAGLE-3 reads x = [norm(embedding); norm(hidden)] and keeps the un-normed hidden as r.
 
 Shapes: B batch, T tokens, H width, G key/value heads.
 """
@@ -116,22 +117,29 @@ class MLP(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class FusedInputLayer(nn.Module):
-    """One block whose attention reads the embedding of the next token beside the hidden state (EAGLE-3)."""
+class Layer(nn.Module):
+    """One pre-norm block; `self_attn` reads `inputs` numbers a row, which need not be what the residual carries."""
 
-    def __init__(self, shape: DecoderShape):
+    def __init__(self, shape: DecoderShape, inputs: int):
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden, shape.rms_eps)
-        self.hidden_norm = RMSNorm(shape.hidden, shape.rms_eps)
-        self.self_attn = Attention(shape, inputs=2 * shape.hidden)
+        self.self_attn = Attention(shape, inputs)
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.rms_eps)
         self.mlp = MLP(shape)
+
+    def finish(self, residual_BTH: Tensor, mixed_BHTD: Tensor) -> Tensor:
+        """Both residual branches: [B, T, H], before any norm."""
+        h = residual_BTH + self.self_attn.output(mixed_BHTD)
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+
+class FusedInputLayer(Layer):
+    """A block whose attention reads the embedding of the next token beside the hidden state (EAGLE-3)."""
+
+    def __init__(self, shape: DecoderShape):
+        super().__init__(shape, inputs=2 * shape.hidden)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.rms_eps)
+        self.hidden_norm = RMSNorm(shape.hidden, shape.rms_eps)
 
     def mix_inputs(self, embedding_BTH: Tensor, hidden_BTH: Tensor) -> Tensor:
         """[B, T, 2H], embeddings first."""
         return torch.cat([self.input_layernorm(embedding_BTH), self.hidden_norm(hidden_BTH)], dim=-1)
-
-    def finish(self, hidden_BTH: Tensor, mixed_BHTD: Tensor) -> Tensor:
-        """Both residual branches: [B, T, H], before any norm."""
-        h = hidden_BTH + self.self_attn.output(mixed_BHTD)
-        return h + self.mlp(self.post_attention_layernorm(h))

@@ -13,15 +13,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
-from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.registry import known_drafters
 from drafttrain.errors import UserError
 from drafttrain.files import replace_folder, restore_folder, write_json_atomic, write_tensors_atomic
 from drafttrain.target.identity import differences
 from drafttrain.target.target import Target
 from drafttrain.types import Identity
 from drafttrain.vocab import DraftVocabulary
-
-CLASSES: dict[str, type[DrafterConfig]] = {"Eagle3": Eagle3}
 
 
 def save_drafter(
@@ -64,9 +62,10 @@ def load_drafter(folder: Path, target: Target) -> tuple[DrafterNet, dict]:
     """The net on the target's device, in eval mode, and its record. Raises UserError for another target or damaged files."""
     record = read_record(folder)
     check_identity(record["identity"], target, str(folder))
-    if record["class_path"] not in CLASSES:
+    classes = known_drafters()
+    if record["class_path"] not in classes:
         raise UserError(
-            f"{folder} holds a {record['class_path']}, which this version does not know ({', '.join(CLASSES)}); update drafttrain."
+            f"{folder} holds a {record['class_path']}, which this version does not know ({', '.join(classes)}); update drafttrain."
         )
     try:
         tensors = load_file(str(Path(folder) / "drafter.safetensors"))
@@ -75,7 +74,7 @@ def load_drafter(folder: Path, target: Target) -> tuple[DrafterNet, dict]:
             f"{folder}/drafter.safetensors cannot be read ({error}); train again from checkpoints/last, or restore it."
         ) from error
     vocabulary = DraftVocabulary.from_d2t(tensors.pop("d2t"), target.vocab)
-    net = CLASSES[record["class_path"]](**record["init_args"]).build(target, vocabulary)
+    net = classes[record["class_path"]](**record["init_args"]).build(target, vocabulary)
     own = net.state_dict()
     missing, extra = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
     wrong = [

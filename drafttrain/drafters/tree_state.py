@@ -1,11 +1,11 @@
-"""What a feature decoder remembers while it drafts: the keys of its context, and the tree of tokens stepped behind it.
+"""What a drafter remembers while it drafts: the keys of its context, and the tree of tokens stepped behind it.
 
 The context of a row fills slots 0 to length-1. A stepped token, number n since the last commit, takes slot length + n and sees the context, its
 ancestors and itself. The next commit writes over them. Buffers keep their addresses, so that a CUDA graph may hold them; fewer
 rows are a prefix of the batch.
 
 Letters: B rows in play, R rows of a call, W tokens of a step, P places (0: the anchor, n+1: stepped token n), N stepped tokens,
-G key/value heads, M slots, S slots looked at, D head width, H width.
+G key/value heads, M slots, S slots looked at, D head width, H width, T rows of a call.
 """
 
 from dataclasses import dataclass
@@ -13,6 +13,65 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class ContextState:
+    """Keys and values of the context of a batch; `rows` are those in play."""
+
+    keys: Tensor
+    """[B, G, M, D]"""
+    values: Tensor
+    length_B: Tensor
+    """Context rows stored; the anchor is token number `length`."""
+    width: int
+    extent: int = 0
+    """Slots that queries look at: no row is longer than this within the round, known without asking the device."""
+
+    @property
+    def rows(self) -> Tensor:
+        return torch.arange(self.width, device=self.length_B.device)
+
+    def slots(self) -> Tensor:
+        """[S]"""
+        return torch.arange(self.extent, device=self.length_B.device)
+
+    def forget(self, extent: int) -> None:
+        """What was stepped is gone; queries look at `extent` slots from now on."""
+        self.extent = min(extent, self.keys.shape[2])
+
+    def write(self, rows_R: Tensor, slots_RT: Tensor, key_RGTD: Tensor, value_RGTD: Tensor) -> None:
+        self.keys[rows_R[:, None], :, slots_RT] = key_RGTD.transpose(1, 2)
+        self.values[rows_R[:, None], :, slots_RT] = value_RGTD.transpose(1, 2)
+
+    def context(self, rows_R: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Keys and values of the slots looked at, of these rows (all in play if None)."""
+        keys, values = self.keys[: self.width, :, : self.extent], self.values[: self.width, :, : self.extent]
+        return (keys, values) if rows_R is None else (keys[rows_R], values[rows_R])
+
+    def ahead(self, rows_R: Tensor, count: int) -> Tensor:
+        """The next `count` slots of these rows [R, T]."""
+        return self.length_B[rows_R][:, None] + torch.arange(count, device=rows_R.device)
+
+    def buffers(self) -> list[Tensor]:
+        """All that has one entry for each row."""
+        return [self.keys, self.values, self.length_B]
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows, in this order: they become the first of the batch."""
+        for buffer in self.buffers():
+            buffer[: len(rows)] = buffer[rows]
+        self.width = len(rows)
+
+    def widen(self) -> None:
+        """All rows of the batch are in play again."""
+        self.width = len(self.length_B)
+
+
+def last_of(counts_R: Tensor, *rows_RTX: Tensor) -> list[Tensor]:
+    """The last row that counts of each [R, 1, X]; the first where none does."""
+    last_R11 = (counts_R - 1).clamp(min=0)[:, None, None]
+    return [x.gather(1, last_R11.expand(-1, -1, x.shape[-1])) for x in rows_RTX]
 
 
 @dataclass(frozen=True)
@@ -27,24 +86,16 @@ class Level:
     """Which stepped tokens each one sees, itself among them."""
 
 
-@dataclass
-class TreeState:
-    """Buffers of a batch; `rows` are those in play."""
+@dataclass(kw_only=True)
+class TreeState(ContextState):
+    """A context, and the tree of tokens stepped behind it."""
 
-    keys: Tensor
-    """[B, G, M, D]"""
-    values: Tensor
-    length_B: Tensor
-    """Context rows stored; the anchor is token number `length`."""
     hidden_BPH: Tensor
-    """Un-normed state of the anchor's question and of every stepped token."""
+    """State that is fed back, of the anchor's question and of every stepped token."""
     depth_BP: Tensor
     ancestors_BPN: Tensor
-    width: int
     stepped: int = 0
     """Tokens stepped behind the context."""
-    extent: int = 0
-    """Slots that queries look at: no row is longer than this within the round, known without asking the device."""
 
     @staticmethod
     def empty(batch: int, capacity: int, nodes: int, heads: int, head_dim: int, hidden: int, like: Tensor) -> "TreeState":
@@ -52,30 +103,14 @@ class TreeState:
         keys = like.new_zeros(batch, heads, capacity, head_dim)
         whole: Any = dict(dtype=torch.long, device=like.device)
         return TreeState(
-            keys, torch.zeros_like(keys), torch.zeros(batch, **whole), like.new_zeros(batch, nodes + 1, hidden),
-            torch.zeros(batch, nodes + 1, **whole), torch.zeros(batch, nodes + 1, nodes, dtype=torch.bool, device=like.device), batch,
+            keys=keys, values=torch.zeros_like(keys), length_B=torch.zeros(batch, **whole), width=batch,
+            hidden_BPH=like.new_zeros(batch, nodes + 1, hidden), depth_BP=torch.zeros(batch, nodes + 1, **whole),
+            ancestors_BPN=torch.zeros(batch, nodes + 1, nodes, dtype=torch.bool, device=like.device),
         )  # fmt: skip
 
-    @property
-    def rows(self) -> Tensor:
-        return torch.arange(self.width, device=self.length_B.device)
-
-    def slots(self) -> Tensor:
-        """[S]"""
-        return torch.arange(self.extent, device=self.length_B.device)
-
     def forget(self, extent: int) -> None:
-        """What was stepped is gone; queries look at `extent` slots from now on."""
-        self.stepped, self.extent = 0, extent
-
-    def write(self, rows_R: Tensor, slots_RT: Tensor, key_RGTD: Tensor, value_RGTD: Tensor) -> None:
-        self.keys[rows_R[:, None], :, slots_RT] = key_RGTD.transpose(1, 2)
-        self.values[rows_R[:, None], :, slots_RT] = value_RGTD.transpose(1, 2)
-
-    def context(self, rows_R: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Keys and values of the slots looked at, of these rows (all in play if None)."""
-        keys, values = self.keys[: self.width, :, : self.extent], self.values[: self.width, :, : self.extent]
-        return (keys, values) if rows_R is None else (keys[rows_R], values[rows_R])
+        super().forget(extent)
+        self.stepped = 0
 
     def grow(self, parents_BW: Tensor) -> Level:
         """Take slots for W more tokens behind these parents."""
@@ -104,12 +139,5 @@ class TreeState:
         on_branch = level.ancestors_BWN.gather(2, index) & ((behind_BS >= 0) & (behind_BS < N))[:, None]
         return (behind_BS < 0)[:, None] | on_branch
 
-    def keep(self, rows: Tensor) -> None:
-        """Go on with these rows, in this order: they become the first of the batch."""
-        for buffer in (self.keys, self.values, self.length_B, self.hidden_BPH):
-            buffer[: len(rows)] = buffer[rows]
-        self.width = len(rows)
-
-    def widen(self) -> None:
-        """All rows of the batch are in play again."""
-        self.width = len(self.length_B)
+    def buffers(self) -> list[Tensor]:
+        return [*super().buffers(), self.hidden_BPH]

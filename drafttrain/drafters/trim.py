@@ -1,6 +1,7 @@
 """A trained drafter's head cut down to fewer tokens, without training (VocabTrim, arXiv 2506.22694).
 
-    W'[d] = W[old draft id of the d-th token that is kept]
+    W'[d] = W[old draft id of the d-th token that is kept]        (W the weights with a row for each token; a drafter that speaks
+                                                                   with the target's head only says fewer of its tokens)
 
 Nothing else changes, so every logit that is left is what it was, and a draft can differ only where the old one's first choice was cut.
 What the target says stays the same in any case: it verifies every draft.
@@ -17,8 +18,6 @@ from drafttrain.drafters.vocabulary import draft_cost
 from drafttrain.errors import UserError
 from drafttrain.target.target import Target
 from drafttrain.vocab import Counts, DraftVocabulary, Size, best_size, choose, rounded, size_for
-
-HEAD = "lm_head.weight"
 
 
 def choose_kept(net: DrafterNet, target: Target, counts: Counts, size: Size, least_coverage: float = 0.0) -> DraftVocabulary:
@@ -71,11 +70,9 @@ def _how_many(net: DrafterNet, target: Target, counts: Counts, size: Size, least
 def trim(net: DrafterNet, target: Target, kept: DraftVocabulary) -> DrafterNet:
     """The same net with a head of `kept` tokens, a copy, in eval mode.
 
-    Raises UserError if the net has no head of its own, cannot say a token of `kept`, or would lose an end of turn.
+    Raises UserError if the net cannot say a token of `kept`, or would lose an end of turn.
     """
     old, weights = net.vocabulary, net.state_dict()
-    if HEAD not in weights:
-        raise UserError(f"a {type(net).__name__} speaks with the target's own head, which cannot be trimmed without the target.")
     unknown = kept.ids[~old.t2d[kept.ids]].tolist()
     if unknown:
         raise UserError(
@@ -86,6 +83,6 @@ def trim(net: DrafterNet, target: Target, kept: DraftVocabulary) -> DrafterNet:
     if lost:
         raise UserError(f"without the end-of-turn tokens {lost} a drafter never ends an answer; keep them.")
     made = replace(net.config, draft_vocab=len(kept.ids)).build(target, kept)
-    rows_N = torch.searchsorted(old.ids, kept.ids).to(weights[HEAD].device)
-    made.load_state_dict(weights | {HEAD: weights[HEAD][rows_N]})
+    rows_N = torch.searchsorted(old.ids, kept.ids).to(target.device)
+    made.load_state_dict(weights | {name: weights[name][rows_N] for name in net.words})
     return made.eval()

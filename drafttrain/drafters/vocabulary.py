@@ -26,12 +26,12 @@ def choose_vocabulary(config: DrafterConfig, target: Target, counts: Counts) -> 
 def draft_cost(config: DrafterConfig, target: Target) -> Cost:
     """Weights that a draft and a pass of the target read. A net that says one token is built on the target's device, and counted.
 
-    The head is a matrix as wide as the drafter. Of the target's embedding a pass reads one row, so the table counts only as its head.
+    The head has `per_word` weights for each token. Of the target's embedding a pass reads one row, so the table counts only as its head.
     All experts of a mixture count: a batch of a few sequences, each with its drafts to verify, reaches most of them.
     """
     with target.device:
         net = replace(config, draft_vocab=1).build(target, DraftVocabulary(torch.arange(1, device="cpu"), target.vocab))
-    width = net.shape.hidden
+    width = net.per_word
     body = sum(weight.numel() for weight in target.body.parameters()) - target.embedding_weight.numel()
-    outside = sum(weight.numel() for weight in net.parameters()) - width
+    outside = sum(weight.numel() for weight in net.parameters()) - (width if net.words else 0)
     return Cost(outside, width, body + target.head_weight.numel(), net.needs.depth)

@@ -8,6 +8,7 @@ Shapes: B batch rows, T tokens read, S keys, A taps, D width, N rows of logits, 
 """
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -130,10 +131,19 @@ class Target:
     @torch.no_grad()
     def logits(self, final_ND: Tensor, ids: Tensor | None = None) -> Tensor:
         """Next-token logits [N, V], or only the columns `ids` [N, len(ids)], exactly as the target's own head gives them."""
+        return self.head_of(ids)(final_ND)
+
+    def head_of(self, ids: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+        """The head cut down to the tokens `ids` (all if None), once: states [N, D] -> logits [N, len(ids)], in the target's type.
+
+        Unlike `logits`, it lets gradients through to the states, for drafters that speak with the target's own head.
+        """
         weight, bias = self.head.weight, self.head.bias
         if ids is not None:
             weight, bias = weight[ids], None if bias is None else bias[ids]
-        logits = torch.nn.functional.linear(final_ND, weight, bias)
+        return lambda state_ND: self._scaled(torch.nn.functional.linear(state_ND, weight, bias))
+
+    def _scaled(self, logits: Tensor) -> Tensor:
         scale = getattr(self.config, "logit_scale", None)  # Cohere multiplies, Granite divides, Gemma caps
         divisor = getattr(self.config, "logits_scaling", None)
         cap = getattr(self.config, "final_logit_softcapping", None)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import first
 
 from drafttrain.decoding.engine import Engine, generate
 from drafttrain.decoding.measure import count, simulate
@@ -48,7 +49,7 @@ class Meddler(Proposer):
     def begin(self, batch, capacity):
         self.row_text = [None] * batch
 
-    def admit(self, rows_R, tokens_RM, counts_R, taps_RTAD, extent):
+    def admit(self, rows_R, tokens_RM, counts_R, features, extent):
         for row, tokens, n in zip(rows_R.tolist(), tokens_RM, counts_R.tolist(), strict=True):
             self.row_text[row] = self.text[str(tokens[:n].tolist())]
 
@@ -214,11 +215,11 @@ def test_the_nodes_of_a_tree_are_the_most_probable_paths(tiny_llama):
     depth, width, nodes = 3, 12, 20  # as wide as the vocabulary: nothing is pruned before the last choice
     proposer = TreeProposer(net, depth, width, nodes)
     ids = torch.randint(3, tiny_llama.vocab, (1, 9))
-    taps = tiny_llama.read_packed(one_chat(ids[0], 5), proposer.taps).taps_BTAD
+    features = first(tiny_llama.read_packed(one_chat(ids[0], 5), proposer.taps), 8)
 
     def logp(path):
         state = net.begin(1, 64, depth)
-        hidden = net.commit(state, None, taps[:, :8], ids[:, 1:], torch.tensor([8]), 64)
+        hidden = net.commit(state, None, features, ids[:, 1:], torch.tensor([8]), 64)
         for number, token in enumerate(path):
             hidden = net.step(state, torch.tensor([[token]]), torch.tensor([[number - 1]]))[:, 0]
         return net.logits(hidden, ids[:, -1])[0].log_softmax(-1).tolist()
@@ -236,7 +237,7 @@ def test_the_nodes_of_a_tree_are_the_most_probable_paths(tiny_llama):
     wanted = set(sorted(scores, key=lambda path: -scores[path])[:nodes])
 
     proposer.begin(1, 64)
-    proposer.admit(torch.tensor([0]), torch.nn.functional.pad(ids, (0, 40)), torch.tensor([8]), taps[:, :8], 64)
+    proposer.admit(torch.tensor([0]), torch.nn.functional.pad(ids, (0, 40)), torch.tensor([8]), features, 64)
     proposal = proposer.propose(torch.nn.functional.pad(ids, (0, 40)), torch.tensor([8]), torch.tensor([1]), 64)
     check(proposal)
     paths = []
@@ -295,7 +296,8 @@ def _tie(target, plain, other) -> bool:
 
 def overfit(target, net, rollouts, steps=60):
     """Teach the net these very answers, so that drafts of every depth get accepted."""
-    from drafttrain.losses import SoftCrossEntropy
+    from drafttrain.losses import Distillation
+    from drafttrain.tasks.teacher import TargetTeacher
     from drafttrain.types import Sequences
 
     optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3)
@@ -305,15 +307,15 @@ def overfit(target, net, rollouts, steps=60):
         position = torch.arange(ids.shape[1])[None]
         sequences = Sequences(ids, position >= rollout.prompt_len, position, torch.zeros_like(ids))
         batches.append((sequences, target.read_packed(sequences, net.needs.taps), net.layout(sequences, 3)))
-    objective = SoftCrossEntropy()
+    objective = Distillation()
     for _ in range(steps):
         for sequences, features, layout in batches:
             if not len(layout.depth_N):
                 continue
             terms, _ = objective.terms(
-                net.rows(sequences, features, layout), net.logits, lambda f: target.logits(f, net.speakable_V), 3
+                net.rows(sequences, features, layout), net.logits, TargetTeacher(target, net), 3
             )
-            loss = sum(t.coefficient * t.sum / t.count.clamp(min=1) for t in terms.values())
+            loss = sum(t.sum / t.count.clamp(min=1) for t in terms.values())
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from decoding.verify_cases import random_tree
+from tiny import first
 
 from drafttrain.decoding.merge import merged
 from drafttrain.decoding.methods import Chain, Graft, Method, Tree, _FixedTree
@@ -18,7 +19,7 @@ from drafttrain.decoding.tree_shape import TreeShape
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.layouts import one_chat
-from drafttrain.types import Proposal
+from drafttrain.types import Features, Proposal
 from drafttrain.vocab import DraftVocabulary
 
 GREEDY, LENGTHS = Sampling(), (9, 4, 12)
@@ -45,10 +46,10 @@ def texts(target):
 def propose(target, proposer, ids=None):
     own, length = texts(target)
     ids = own if ids is None else ids
-    taps = torch.cat([target.read_packed(one_chat(row[:12], 2), proposer.taps or (0,)).taps_BTAD for row in ids])
-    taps = taps if proposer.taps else taps[:, :, :0]
+    read = [target.read_packed(one_chat(row[:12], 2), proposer.taps) for row in ids]
+    features = Features(torch.cat([f.taps_BTAD for f in read]), torch.cat([f.final_BTD for f in read]))
     proposer.begin(3, 64)
-    proposer.admit(torch.arange(3), ids, length, taps, 64)
+    proposer.admit(torch.arange(3), ids, length, features, 64)
     proposal = proposer.propose(ids, length, torch.arange(3), 64)
     check(proposal)
     assert proposal.tokens_BN.shape == (3, proposer.nodes)
@@ -74,9 +75,9 @@ def ranked(target, net, row, path):
     """The drafter's logits behind a path, by stepping that path alone: (tokens from the best down, log-probabilities)."""
     ids, length = texts(target)
     n = int(length[row])
-    taps = target.read_packed(one_chat(ids[row, :12], 2), net.needs.taps).taps_BTAD[:, :n]
+    features = first(target.read_packed(one_chat(ids[row, :12], 2), net.needs.taps), n)
     state = net.begin(1, 64, max(len(path), 1))
-    hidden = net.commit(state, None, taps, ids[row, None, 1 : n + 1], torch.tensor([n]), 64)
+    hidden = net.commit(state, None, features, ids[row, None, 1 : n + 1], torch.tensor([n]), 64)
     for number, token in enumerate(path):
         hidden = net.step(state, torch.tensor([[token]]), torch.tensor([[number - 1]]))[:, 0]
     logp = net.logits(hidden, ids[:1, 0])[0].log_softmax(-1)

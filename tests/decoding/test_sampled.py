@@ -4,6 +4,7 @@ exact probability of each text. And it notices a verifier that is broken."""
 import pytest
 import torch
 from decoding.sampled_cases import PROMPT, WORDS, answers, enumerated, p_values, small_drafter, small_target
+from tiny import first, rows_of
 
 from drafttrain.decoding import verify_chain, verify_tree
 from drafttrain.decoding.engine import Engine
@@ -14,7 +15,7 @@ from drafttrain.decoding.sampling import Sampling, probabilities
 from drafttrain.decoding.tree import check
 from drafttrain.errors import UserError
 from drafttrain.layouts import one_chat
-from drafttrain.types import Request
+from drafttrain.types import Features, Request
 
 SAMPLINGS = [Sampling(temperature=t, top_p=p) for t in (0.7, 1.0) for p in (1.0, 0.9)]
 METHODS: list[Method] = [
@@ -90,12 +91,13 @@ def test_drafts_are_drawn_from_the_drafter_itself(target, widths, words):
     net, sampling = small_drafter(target, words), Sampling(temperature=0.8, top_p=0.95)
     proposer = DrawnProposer(net, widths, sampling)
     ids = torch.tensor([[*PROMPT, 8], [*PROMPT[::-1], 4]])
-    taps = torch.cat([target.read_packed(one_chat(row, 5), proposer.taps).taps_BTAD for row in ids])
+    read = [target.read_packed(one_chat(row, 5), proposer.taps) for row in ids]
+    features = first(Features(torch.cat([f.taps_BTAD for f in read]), torch.cat([f.final_BTD for f in read])), 7)
     length, padded = torch.tensor([7, 7]), torch.nn.functional.pad(ids, (0, 56))
 
     def propose(rows, streams):
         proposer.begin(len(rows), 64)
-        proposer.admit(torch.arange(len(rows)), padded[rows], length[rows], taps[rows, :7], 64)
+        proposer.admit(torch.arange(len(rows)), padded[rows], length[rows], rows_of(features, rows), 64)
         return proposer.propose(padded[rows], length[rows], torch.tensor(streams), 64)
 
     proposal = propose([0, 1], [11, 12])
@@ -109,7 +111,7 @@ def test_drafts_are_drawn_from_the_drafter_itself(target, widths, words):
             while node >= 0:
                 path, node = [int(proposal.tokens_BN[b, node]), *path], int(proposal.parents_BN[b, node])
             state = net.begin(1, 64, 4)
-            hidden = net.commit(state, None, taps[b, None, :7], ids[b, None, 1:], torch.tensor([7]), 64)
+            hidden = net.commit(state, None, rows_of(features, [b]), ids[b, None, 1:], torch.tensor([7]), 64)
             for number, token in enumerate(path):
                 hidden = net.step(state, torch.tensor([[token]]), torch.tensor([[number - 1]]))[:, 0]
             wanted = torch.zeros(WORDS)
@@ -122,9 +124,9 @@ def test_confidence_ends_a_drawn_chain_before_the_token_is_drawn(target):
     """A draft exists where the product of the largest probabilities of q down to its place is large enough, whatever was drawn there."""
     proposer = Chain(4, draw=True, least_confidence=0.12).proposer(small_drafter(target), Sampling(temperature=1.0))
     ids = torch.nn.functional.pad(torch.tensor([[*PROMPT, 8]]), (0, 56)).expand(200, -1)
-    taps = target.read_packed(one_chat(ids[0, :8], 5), proposer.taps).taps_BTAD[:, :7].expand(200, -1, -1, -1)
+    features = rows_of(first(target.read_packed(one_chat(ids[0, :8], 5), proposer.taps), 7), [0] * 200)
     proposer.begin(200, 64)
-    proposer.admit(torch.arange(200), ids, torch.full((200,), 7), taps, 64)
+    proposer.admit(torch.arange(200), ids, torch.full((200,), 7), features, 64)
     proposal = proposer.propose(ids, torch.full((200,), 7), torch.arange(200), 64)
     sure = proposal.q_BPV[:, :-1].amax(-1).cumprod(1)
     assert torch.equal(proposal.valid_BN, sure >= 0.12)

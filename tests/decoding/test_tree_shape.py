@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from decoding.test_engine import overfit, plain_of, requests_for
+from tiny import first
 
 from drafttrain.decoding.calibrate import Acceptance, calibrate, fingerprint, ranks_of
 from drafttrain.decoding.tree_shape import TreeShape, expected_accepted, grow
@@ -86,9 +87,9 @@ def net(tiny_llama):
 def stepped_ranks(target, net, rollout, anchor, depth, ranks):
     """Ranks of the tokens behind one anchor, by committing its context and stepping the true tokens one by one."""
     ids = rollout.ids[None]
-    taps = target.read_packed(one_chat(rollout.ids, rollout.prompt_len), net.needs.taps).taps_BTAD[:, :anchor]
+    features = first(target.read_packed(one_chat(rollout.ids, rollout.prompt_len), net.needs.taps), anchor)
     state = net.begin(1, 128, depth)
-    hidden = net.commit(state, None, taps, ids[:, 1 : anchor + 1], torch.tensor([anchor]), 128)
+    hidden = net.commit(state, None, features, ids[:, 1 : anchor + 1], torch.tensor([anchor]), 128)
     found = []
     for d in range(1, depth + 1):
         if anchor + d >= ids.shape[1]:

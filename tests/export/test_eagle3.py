@@ -15,7 +15,7 @@ from drafttrain.export import eagle3 as module
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.eagle3 import embedding_gap, export_eagle3, load_export
 from drafttrain.target.target import own_attention
-from drafttrain.types import Sequences
+from drafttrain.types import Features, Sequences
 from drafttrain.vocab import DraftVocabulary
 
 from .reference_eagle3 import ReferenceEagle3
@@ -85,7 +85,7 @@ def test_an_engine_computes_the_logits_of_the_training_forward_and_of_the_decodi
 
 def decoding_logits(net, ids, taps_TAD, anchor) -> torch.Tensor:
     state = net.begin(1, 64, DRAFTS)
-    hidden = net.commit(state, None, taps_TAD[None], ids[None, 1 : anchor + 1], torch.tensor([anchor]), 64)
+    hidden = net.commit(state, None, Features(taps_TAD[None], taps_TAD[None, :, 0]), ids[None, 1 : anchor + 1], torch.tensor([anchor]), 64)
     rows = [net.logits(hidden, ids[anchor : anchor + 1])]
     for number, token in enumerate(ids[anchor + 1 : anchor + DRAFTS]):
         rows.append(net.logits(net.step(state, token[None, None], torch.tensor([[number - 1]]))[0], token[None]))

@@ -1,0 +1,59 @@
+"""What turns a drafter's state into logits over its draft vocabulary.
+
+    dense       W h                 W [Vd, H], trained                        one matrix product as wide as the drafter
+    low-rank    W2 (W1 h)           W1 [r, H], W2 [Vd, r], trained            (SlimSpec): r/H of the weights for every token
+    target      the target's own    frozen; caps and scales included          nothing to train, nothing to store
+
+Shapes: N rows, H width, r rank, Vd draft vocabulary.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from drafttrain.target.target import Target
+from drafttrain.vocab import DraftVocabulary
+
+
+class LowRankHead(nn.Module):
+    """W2 W1: the full vocabulary for the price of a small one (SlimSpec)."""
+
+    def __init__(self, width: int, rank: int, words: int):
+        super().__init__()
+        self.down = nn.Linear(width, rank, bias=False)
+        self.up = nn.Linear(rank, words, bias=False)
+
+    def forward(self, hidden_NH: Tensor) -> Tensor:
+        return self.up(self.down(hidden_NH))
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix that it stands for [Vd, H]: what an engine without low-rank heads loads."""
+        return self.up.weight @ self.down.weight
+
+    @torch.no_grad()
+    def approximate(self, weight_VH: Tensor) -> None:
+        """Begin as the matrix of this rank that is nearest to `weight_VH` (Eckart and Young 1936): its largest singular directions.
+
+        They are the largest eigenvectors of W'W, a matrix as small as the drafter is wide: W = (W E) E'.
+        """
+        weight_VH = weight_VH.float()
+        directions_HR = torch.linalg.eigh(weight_VH.T @ weight_VH).eigenvectors[:, -self.down.out_features :]
+        self.down.weight.copy_(directions_HR.T)
+        self.up.weight.copy_(weight_VH @ directions_HR)
+
+
+def make_head(width: int, words: int, rank: int | None) -> nn.Module:
+    """A trained head, dense where no rank is given."""
+    return nn.Linear(width, words, bias=False) if rank is None else LowRankHead(width, rank, words)
+
+
+class TargetHead:
+    """The target's own head on the draft vocabulary. No module: it is neither trained, nor saved, nor broadcast."""
+
+    def __init__(self, target: Target, vocabulary: DraftVocabulary):
+        self._score = target.head_of(None if vocabulary.is_full else vocabulary.ids.to(target.device))
+        self._dtype = target.dtype
+
+    def __call__(self, hidden_NH: Tensor) -> Tensor:
+        """[N, Vd], in the target's type; gradients reach the states."""
+        return self._score(hidden_NH.to(self._dtype))
