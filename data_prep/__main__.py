@@ -15,6 +15,7 @@ from data_prep.engines import OpenAIServer
 from data_prep.pipeline import prepare
 from data_prep.team import Team
 from drafttrain.cli import guarded, pairs, parse
+from drafttrain.data.kept_rows import wanted_final
 from drafttrain.drafters.vocabulary import draft_cost
 from drafttrain.errors import UserError
 from drafttrain.files import RunLock
@@ -67,6 +68,7 @@ def _main(argv: Sequence[str]) -> None:
             taps=taps,
             draft_vocab=_draft_vocab(recipe, target, has_weights=stored or not served),
             feature_dtype=recipe.data.feature_dtype,
+            final=wanted_final(recipe.drafter),
             team=team,
             say=print if team.leads else partial(print, f"[{team.rank}]"),
         )

@@ -11,10 +11,11 @@ from pathlib import Path
 from time import perf_counter
 
 from data_prep.dialogue import Answering, Question, Rules, Speech, question_key
+from data_prep.featurize import Stored
 from data_prep.sources import Work
 from data_prep.team import ALONE, Team
-from drafttrain.data.features import feature_bytes
-from drafttrain.data.shards import TOKEN_BYTES, ShardRecord, read_record, record_name, write_shard
+from drafttrain.data.features import vector_bytes
+from drafttrain.data.shards import TOKEN_BYTES, Chat, ShardRecord, read_record, record_name, write_shard
 from drafttrain.errors import UserError
 from drafttrain.files import explain_full_disk
 
@@ -44,13 +45,18 @@ def in_chunks(questions: Sequence[Question], size: int, speech: Speech) -> list[
 
 
 def expected_bytes(chunks: Sequence[Chunk], folder: Path, rules: Rules, hidden: int) -> int:
-    """Most bytes that the chunks without a shard can take: every answer as long as it may be, and each chat in one row."""
+    """Most bytes that the chunks without a shard can take: every answer as long as it may be, each chat in one row, and the later
+    questions of a chat not counted."""
     total = 0
     for index, chunk in enumerate(chunks):
         if not (folder / record_name(index)).exists():
-            taps = chunk.speech.taps
-            tokens = sum(len(question.ids) + rules.limit * len(question.turns) for question in chunk.questions)
-            total += tokens * (TOKEN_BYTES + (0 if taps is None else feature_bytes(len(taps), hidden, rules.feature_dtype)))
+            lengths = [len(question.ids) + rules.limit * len(question.turns) for question in chunk.questions]
+            total += sum(lengths) * TOKEN_BYTES
+            if (stored := chunk.speech.stored) is not None:
+                context = sum(length - 2 for length in lengths)  # see kept_rows.py
+                answers = sum(1 if rules.last_turn else len(question.turns) for question in chunk.questions)
+                final = (rules.limit - 1) * answers if stored.final == "taught" else context + len(lengths)
+                total += (len(stored.taps) * context + final) * vector_bytes(hidden, stored.dtype)
     return total
 
 
@@ -75,7 +81,7 @@ def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules, team
             chats = answering.run(chunk.questions)
             facts = {**answering.ledger.facts(len(chats)), "asked": len(chunk.questions), "notes": dict(answering.ledger.notes)}
             with explain_full_disk(folder, kept):
-                record = write_shard(folder, index, chats, facts, rules.feature_dtype, chunk.speech.taps)
+                record = _write(folder, index, chats, facts, chunk.speech.stored)
             tokens, seconds = sum(int(chat.supervised.sum()) for chat in chats), perf_counter() - start
             done.tokens += tokens
             done.seconds += seconds
@@ -90,6 +96,12 @@ def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules, team
         records[index] = record
     done.records = [records[index] for index in sorted(records)]
     return done
+
+
+def _write(folder: Path, index: int, chats: Sequence[Chat], facts: dict, stored: Stored | None) -> ShardRecord:
+    if stored is None:
+        return write_shard(folder, index, chats, facts)
+    return write_shard(folder, index, chats, facts, stored.dtype, stored.taps, stored.final)
 
 
 def _is_made(folder: Path, index: int) -> bool:

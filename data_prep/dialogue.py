@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from data_prep.dialects import LATER_TURN
+from data_prep.featurize import Stored
 from data_prep.ledger import Ledger
 from data_prep.quality import QualityConfig, fault_of_answer
 from data_prep.sources import Prompt, Work
@@ -34,8 +35,8 @@ class Speech:
 
     temperature: float
     top_p: float
-    taps: tuple[int, ...] | None
-    """Layers whose features are kept; None for none."""
+    stored: Stored | None
+    """What is kept of the target's states meanwhile; None for nothing."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,6 @@ class Rules:
     last_turn: bool
     """Whether the last answer alone is supervised."""
     quality: QualityConfig
-    feature_dtype: str = "bfloat16"
-    """How kept features are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,9 @@ class Answering:
             )
             for key, dialogue in by_key.items()
         ]
-        for rollout in self.work.ask(requests, self.speech.temperature, self.speech.top_p, self.speech.taps):
+        speech = self.speech
+        taps = None if speech.stored is None else speech.stored.taps
+        for rollout in self.work.ask(requests, speech.temperature, speech.top_p, taps):
             yield by_key[rollout.key], rollout
 
     def _take(self, dialogue: _Dialogue, rollout: Rollout) -> None:

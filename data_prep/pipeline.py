@@ -22,7 +22,7 @@ from data_prep.answer import Answered, Chunk, answer, expected_bytes, in_chunks
 from data_prep.config import PrepareConfig
 from data_prep.dialogue import Question, Rules, Speech, first_turn
 from data_prep.engines import OpenAIServer
-from data_prep.featurize import featurize
+from data_prep.featurize import Stored, featurize
 from data_prep.gather import Gathered, gather
 from data_prep.ledger import Ledger, reasons
 from data_prep.prompt import compact
@@ -53,6 +53,7 @@ def prepare(
     taps: tuple[int, ...] | None,
     draft_vocab: int | float | Cost | None,
     feature_dtype: str = "bfloat16",
+    final: str = "taught",
     tap_count: int = 3,
     ask: Ask | None = None,
     team: Team = ALONE,
@@ -60,31 +61,32 @@ def prepare(
 ) -> TokenStore:
     """Makes or finishes `folder` (a run's data/) and returns the training store.
 
-    `taps` are the layers whose features are kept beside the tokens (in `feature_dtype`), None for none. `draft_vocab` (what
-    drafts cost stands for the best size) and `tap_count` are only used to say what a draft vocabulary of that size covers, and how large that
+    `taps` are the layers whose features are kept beside the tokens (in `feature_dtype`), None for none; `final` says whose final states
+    (kept_rows.py). `draft_vocab` (what drafts cost stands for the best size) and `tap_count` are only used to say what a draft vocabulary of that size covers, and how large that
     many taps would be on disk. `ask` is
     who speaks for the target; the in-process engine unless given. `team`: which of how many processes this is.
     UserError: settings that differ from those of an unfinished or finished folder, no usable prompt, no space, another process.
     """
     folder = Path(folder)
     _require_window(config, target)
-    if taps is not None:
-        target.check_taps(taps)
+    stored = None if taps is None else Stored(taps, feature_dtype, final)
+    if stored is not None:
+        stored.check(target)
     ask = ask or engine(target, config, say)
     work = Work(target, ask, folder, config.chunk, say, team)
     wanted = settings(config, target)
     # Who answers may not hand out features: then the target reads the finished shards once more.
-    kept = None if isinstance(ask, ServerEngine) else taps
+    kept = None if isinstance(ask, ServerEngine) else stored
     if not team.leads:
-        return _help(config, work, wanted, taps, kept, feature_dtype)
+        return _help(config, work, wanted, stored, kept)
     with RunLock(folder), explain_full_disk(folder, "what is finished so far is kept."):
         remove_leftovers(folder)
         require_same(folder, wanted)
         team.announce(folder)
         complete = all((folder / name / "manifest.json").exists() for name in ("train", "held_out"))
-        answered = Answered([]) if complete else _answer_all(config, work, _gathered(config, work), kept, feature_dtype)
-        if taps is not None:
-            featurize(folder / "train", target, taps, feature_dtype, team, say)
+        answered = Answered([]) if complete else _answer_all(config, work, _gathered(config, work), kept)
+        if stored is not None:
+            featurize(folder / "train", target, stored, team, say)
         training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
         if complete and (folder / "report" / "README.md").exists():
             say(f"{folder}/ is complete: {len(training):,} training chats, {len(held_out):,} held-out chats.")
@@ -92,7 +94,7 @@ def prepare(
         if isinstance(ask, ServerEngine):
             ask.report()
         _report(folder, training, held_out, answered, draft_vocab, target.end_ids, say)
-        say(f"report: {write_report(folder, training, held_out, target.end_ids, draft_vocab, tap_count)}")
+        say(f"report: {write_report(folder, training, held_out, target.end_ids, draft_vocab, tap_count, final)}")
     return training
 
 
@@ -102,14 +104,7 @@ def _gathered(config: PrepareConfig, work: Work) -> Gathered:
     return gathered
 
 
-def _help(
-    config: PrepareConfig,
-    work: Work,
-    wanted: dict[str, Any],
-    taps: tuple[int, ...] | None,
-    kept: tuple[int, ...] | None,
-    feature_dtype: str,
-) -> TokenStore:
+def _help(config: PrepareConfig, work: Work, wanted: dict[str, Any], stored: Stored | None, kept: Stored | None) -> TokenStore:
     """What a process that does not lead does: its part of the prompts that the target writes, and its shards."""
     folder, team = work.folder, work.team
     team.await_leader(folder)
@@ -117,10 +112,10 @@ def _help(
     with explain_full_disk(folder, "what is finished so far is kept."):
         if not (folder / "train" / "manifest.json").exists():
             _help_sampling(config, work)
-            _answer_all(config, work, gather(config, work), kept, feature_dtype)
+            _answer_all(config, work, gather(config, work), kept)
     team.wait_until((folder / "train" / "manifest.json").exists)
-    if taps is not None:
-        return featurize(folder / "train", work.target, taps, feature_dtype, team, work.say)
+    if stored is not None:
+        return featurize(folder / "train", work.target, stored, team, work.say)
     return TokenStore.open(folder / "train")
 
 
@@ -149,12 +144,10 @@ def engine(target: Target, config: PrepareConfig, say: Callable[[str], None] = p
     return ask
 
 
-def _answer_all(
-    config: PrepareConfig, work: Work, gathered: Gathered, taps: tuple[int, ...] | None, feature_dtype: str
-) -> Answered:
+def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, kept: Stored | None) -> Answered:
     """Both stores, with their manifests if this process leads; returns what the training store took."""
     folder, hidden, team = work.folder, work.target.hidden, work.team
-    training, greedy = _training_chunks(config, work, gathered.training, taps), Speech(0.0, 1.0, None)
+    training, greedy = _training_chunks(config, work, gathered.training, kept), Speech(0.0, 1.0, None)
     # Held-out prompts measure as validation asks: their first turn alone, whole answers, whatever they are like.
     first = [replace(prompt, messages=first_turn(prompt)) for prompt in gathered.held_out]
     held_out = in_chunks(_questions(work, first), config.chunk, greedy)
@@ -163,7 +156,7 @@ def _answer_all(
     needed = expected_bytes(training, folder / "train", rules, hidden)
     needed += expected_bytes(held_out, folder / "held_out", held_rules, hidden)
     asked = sum(len(chunk.questions) for chunk in training)
-    require_space(folder, needed, f"{'tokens' if taps is None else 'features'} of {asked:,} chats")
+    require_space(folder, needed, f"{'tokens' if kept is None else 'features'} of {asked:,} chats")
 
     held_done = answer(work, held_out, folder / "held_out", held_rules, team)
     done = answer(work, training, folder / "train", rules, team)
@@ -174,20 +167,20 @@ def _answer_all(
     if several := sum(len(prompt.turns) > 1 for prompt in gathered.held_out):
         ledger.notes["held-out chats of several turns: only their first question is asked, as validation does"] = several
     said = {"temperature": 0.0, "top_p": 1.0, "turns": "first"}
-    _finish(work, folder / "held_out", held_done.records, ledger, None, None, said, gathered)
+    _finish(work, folder / "held_out", held_done.records, ledger, None, said, gathered)
 
     ledger = gathered.ledger
     ledger.read -= len(gathered.training)  # the shards count them, once for every answer
     ledger.dropped.update({HELD_OUT: len(gathered.held_out)})
     _add_shards(ledger, done.records)
     sampling = {name: getattr(config, name) for name in ("samples", "greedy", "temperature", "top_p", "thoughts", "turns")}
-    _finish(work, folder / "train", done.records, ledger, taps, feature_dtype, sampling, gathered)
+    _finish(work, folder / "train", done.records, ledger, kept, sampling, gathered)
     return done
 
 
-def _training_chunks(config: PrepareConfig, work: Work, prompts: Sequence[Prompt], taps: tuple[int, ...] | None) -> list[Chunk]:
+def _training_chunks(config: PrepareConfig, work: Work, prompts: Sequence[Prompt], kept: Stored | None) -> list[Chunk]:
     """Every answer that is asked for: `samples` of each prompt, and a greedy one if wanted. UserError if two would share a name."""
-    sampled, greedy = Speech(config.temperature, config.top_p, taps), Speech(0.0, 1.0, taps)
+    sampled, greedy = Speech(config.temperature, config.top_p, kept), Speech(0.0, 1.0, kept)
     questions = _questions(work, prompts)
     chunks = []
     for number in range(1, config.samples + 1):
@@ -227,17 +220,16 @@ def _finish(
     folder: Path,
     records: list[ShardRecord],
     ledger: Ledger,
-    taps: tuple[int, ...] | None,
-    feature_dtype: str | None,
+    stored: Stored | None,
     sampling: dict[str, Any],
     gathered: Gathered,
 ) -> None:
     """Writes the manifest. UserError if there is no chat in the store."""
     kept = sum(len(record.keys) for record in records)
-    if taps is not None and not all(
-        has_features(record, index, feature_dtype or "", taps) for index, record in enumerate(records)
+    if stored is not None and not all(
+        has_features(record, index, stored.dtype, stored.taps, stored.final) for index, record in enumerate(records)
     ):
-        taps = None  # a restart with other layers: `featurize` makes all shards alike
+        stored = None  # a restart with other layers: `featurize` makes all shards alike
     if not kept:
         raise UserError(
             f"{folder}/ has no chat with a supervised token ({reasons(ledger.dropped)}): the target answers nothing to these "
@@ -245,8 +237,8 @@ def _finish(
         )
     Manifest(
         identity=work.target.identity,
-        taps=None if taps is None else list(taps),
-        feature_dtype=None if taps is None else feature_dtype,
+        taps=None if stored is None else list(stored.taps),
+        feature_dtype=None if stored is None else stored.dtype,
         rows=ledger.facts(kept),
         shards=len(records),
         tokens=sum(record.tokens for record in records),
@@ -282,7 +274,8 @@ def _report(
     for store in (training, held_out):
         facts = store.manifest
         size = human_bytes(sum(file.stat().st_size for file in store.folder.iterdir()))
-        layers = "" if facts.taps is None else f", features of layers {facts.taps} in {facts.feature_dtype}"
+        kept = f"features of layers {facts.taps}" if facts.taps else "final states"
+        layers = "" if facts.taps is None else f", {kept} in {facts.feature_dtype}"
         say(
             f"{store.folder}/: {len(store):,} chats, {facts.tokens:,} tokens, {facts.supervised_tokens:,} of them answers"
             f"{layers}, {size}"

@@ -21,7 +21,7 @@ from data_prep.dialogue import question_key
 from data_prep.quality import repeated_share
 from drafttrain import plots
 from drafttrain.data import token_counts
-from drafttrain.data.features import FEATURE_DTYPES, feature_bytes
+from drafttrain.data.features import FEATURE_DTYPES
 from drafttrain.data.store import Chat, TokenStore
 from drafttrain.files import human_bytes, write_atomic, write_json_atomic
 from drafttrain.markdown import table
@@ -90,11 +90,12 @@ def write_report(
     end_ids: Sequence[int],
     draft_vocab: int | float | Cost | None,
     taps: int,
+    final: str = "taught",
 ) -> Path:
     """Writes data/report/ from the stores of a finished data folder and returns its README.
 
     `draft_vocab` is how many tokens, or the share to be covered, or what drafts cost, for the best size. `taps` is how many layers are
-    tapped.
+    tapped, `final` whose final states a drafter needs (kept_rows.py).
     """
     vocab = training.manifest.identity.vocab
     seen, held = (Tally(_sources(folder / name), end_ids, vocab) for name in ("prompts.jsonl", "held_out.jsonl"))
@@ -102,10 +103,7 @@ def write_report(
     for index in range(len(held_out)):
         held.see(index, held_out.chat(index))
     summary = _summary(training, held_out, seen, held) | _vocabulary(counts, seen, held, draft_vocab, end_ids)
-    summary["feature_bytes"] = {
-        dtype: training.manifest.tokens * feature_bytes(taps, training.manifest.identity.hidden, dtype)
-        for dtype in FEATURE_DTYPES
-    }
+    summary["feature_bytes"] = {dtype: training.bytes_of_features(taps, dtype, final) for dtype in FEATURE_DTYPES}
     summary["worries"] = worries(summary)
     place = folder / "report"
     place.mkdir(exist_ok=True)
@@ -113,7 +111,7 @@ def write_report(
     for name, figure in figures.items():
         write_atomic(place / name, plots.png(figure))
     write_json_atomic(place / "summary.json", summary)
-    write_atomic(place / "README.md", _markdown(summary, list(figures), taps))
+    write_atomic(place / "README.md", _markdown(summary, list(figures), taps, final))
     return place / "README.md"
 
 
@@ -242,7 +240,7 @@ def _figures(summary: dict, facts: list[ChatFacts]) -> dict:
     return figures
 
 
-def _markdown(s: dict, figures: list[str], taps: int) -> str:
+def _markdown(s: dict, figures: list[str], taps: int, final: str) -> str:
     rows = s["rows"]
     parts = [
         "# Training data",
@@ -256,7 +254,8 @@ def _markdown(s: dict, figures: list[str], taps: int) -> str:
         "Looping: at least half of the answer's runs of 8 tokens stood earlier in it.",
         "## Turns\n\n" + table(["supervised answers in a chat", "chats"], [[n, f"{c:,}"] for n, c in s["turns"].items()]),
         *_vocabulary_parts(s),
-        f"## Stored features\n\nWith {taps} taps and the final state of every token: "
+        f"## Stored features\n\nWith {taps} taps of the tokens that drafts see, and the final state of those that "
+        + ("teach: " if final == "taught" else "teach or are seen: ")
         + ", ".join(f"{human_bytes(size)} in {dtype}" for dtype, size in s["feature_bytes"].items())
         + ".",
         *(f"![{name.removesuffix('.png')}]({name})" for name in figures),

@@ -25,10 +25,14 @@ def require_feature_dtype(name: str) -> None:
         raise UserError(f"data.feature_dtype is {name!r}, but must be one of {', '.join(FEATURE_DTYPES)}.")
 
 
+def vector_bytes(hidden: int, dtype: str) -> int:
+    """Bytes of one stored vector."""
+    return hidden * 2 if dtype == "bfloat16" else hidden + SCALE_BYTES
+
+
 def feature_bytes(taps: int, hidden: int, dtype: str = "bfloat16") -> int:
-    """Bytes that the features of one token take: taps and final."""
-    vector = hidden * 2 if dtype == "bfloat16" else hidden + SCALE_BYTES
-    return (taps + 1) * vector
+    """Most bytes that the features of one token take: taps and final, where both are kept."""
+    return (taps + 1) * vector_bytes(hidden, dtype)
 
 
 def encode(x: Tensor, dtype: str) -> tuple[Tensor, Tensor | None]:

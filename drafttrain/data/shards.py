@@ -1,13 +1,14 @@
 """Shards of a token store on disk.
 
     tokens-00003.safetensors    ids [N] int32, supervised [N] uint8, offsets [C+1] int64 (chat c has rows offsets[c]:offsets[c+1])
-    features-00003.safetensors  taps [N, A, D], final [N, D], in float8 also taps_scale [N, A], final_scale [N];
-                                only in a store that keeps features
+    features-00003.safetensors  taps [P, A, D], final [F, D], in float8 also taps_scale [P, A], final_scale [F];
+                                only in a store that keeps features. Which rows these are follows from `supervised` (kept_rows.py)
     shard-00003.json            written last: keys of the chats, bytes and sha256 of the two files, ledger of the chunk
 
 A shard exists if and only if its JSON does. Row t of a chat is what the target computed while reading token t (types.py).
 
-Shapes: C chats, N tokens of all chats of the shard, T tokens of one chat, A taps, D target width.
+Shapes: C chats, N tokens of all chats of the shard, P of them rows that drafts see, F of them rows whose final state is kept, T tokens of one
+chat, A taps, D target width.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.data.features import encode
+from drafttrain.data.kept_rows import kept_rows
 from drafttrain.data.sealed import read_sealed, unreadable, write_sealed
 from drafttrain.errors import UserError
 from drafttrain.files import sha256_file, write_tensors_atomic
@@ -36,7 +38,8 @@ class Chat:
     supervised: Tensor
     """True where the target generated the token [T]."""
     features: Features | None = None
-    """taps [T, A, D] and final [T, D] (bfloat16). The last token was never read: its row is zero."""
+    """taps [T, A, D] and final [T, D] (bfloat16). Read back, rows that were not kept are zero, but NaN in `final` where only those that teach
+    were kept: who reads what is not there shall see it."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class ShardRecord:
 
     keys: list[str]
     files: dict[str, dict]
-    """File name -> {"bytes", "sha256"}; of features also "dtype" and "taps"."""
+    """File name -> {"bytes", "sha256"}; of features also "dtype", "taps" and "final" (whose final states: taught, all)."""
     rows: dict
     """Ledger of the chunk: {"in", "kept", "dropped": {reason: n}}."""
     tokens: int
@@ -75,8 +78,10 @@ def write_shard(
     rows: Mapping,
     feature_dtype: str = "bfloat16",
     taps: Sequence[int] | None = None,
+    final: str = "taught",
 ) -> ShardRecord:
     """Writes the files of one shard, its JSON last. All chats carry features, or none does; none at all is a shard too.
+    `final` says whose final states are kept: `taught` or `all`.
 
     Raises OSError (a full disk): then the shard does not exist.
     """
@@ -92,11 +97,8 @@ def write_shard(
             },
         )
     }
-    kept = [chat.features for chat in chats if chat.features is not None]
-    if kept:
-        if len(kept) != len(chats):
-            raise ValueError("some chats of this shard carry features and others do not")
-        files[features_name(index)] = _write_features(folder, index, kept, feature_dtype, taps)
+    if any(chat.features is not None for chat in chats):
+        files[features_name(index)] = _write_features(folder, index, chats, feature_dtype, taps, final)
     supervised = sum(int(chat.supervised.sum()) for chat in chats)
     record = ShardRecord([chat.key for chat in chats], files, dict(rows), int(lengths.sum()), supervised)
     write_sealed(folder / record_name(index), record.__dict__)
@@ -104,37 +106,48 @@ def write_shard(
 
 
 def add_features(
-    folder: Path, index: int, record: ShardRecord, features: Sequence[Features], dtype: str, taps: Sequence[int]
+    folder: Path, index: int, record: ShardRecord, chats: Sequence[Chat], dtype: str, taps: Sequence[int], final: str
 ) -> ShardRecord:
-    """Gives a finished shard features [T, A, D] and [T, D] of each of its chats, or others than it has. Raises OSError.
+    """Gives a finished shard the features that its chats carry, or others than it has. Raises OSError.
 
     The JSON is written last: until then the shard is what it was before, or, where it had features already, one without.
     """
     bare = {name: facts for name, facts in record.files.items() if name != features_name(index)}
     if bare != record.files:
         write_sealed(folder / record_name(index), {**record.__dict__, "files": bare})
-    files = bare if not features else bare | {features_name(index): _write_features(folder, index, features, dtype, taps)}
+    files = bare if not chats else bare | {features_name(index): _write_features(folder, index, chats, dtype, taps, final)}
     made = replace(record, files=files)
     write_sealed(folder / record_name(index), made.__dict__)
     return made
 
 
-def has_features(record: ShardRecord, index: int, dtype: str, taps: Sequence[int]) -> bool:
-    """Whether the shard keeps these features. One without chats needs none."""
-    facts = record.files.get(features_name(index))
-    return not record.keys or (facts is not None and (facts.get("dtype"), facts.get("taps")) == (dtype, list(taps)))
+def has_features(record: ShardRecord, index: int, dtype: str, taps: Sequence[int], final: str) -> bool:
+    """Whether the shard keeps these features, and maybe more final states. One without chats needs none.
+
+    Shards of earlier versions kept every row and did not say so: their features are made anew.
+    """
+    facts = record.files.get(features_name(index), {})
+    same = (facts.get("dtype"), facts.get("taps")) == (dtype, list(taps))
+    return not record.keys or (same and facts.get("final") in (final, "all"))
 
 
 def _write_features(
-    folder: Path, index: int, kept: Sequence[Features], dtype: str, layers: Sequence[int] | None
+    folder: Path, index: int, chats: Sequence[Chat], dtype: str, layers: Sequence[int] | None, final: str
 ) -> dict[str, Any]:
-    taps, taps_scale = encode(torch.cat([features.taps_BTAD for features in kept]), dtype)
-    final, final_scale = encode(torch.cat([features.final_BTD for features in kept]), dtype)
-    tensors = {"taps": taps, "final": final}
-    if taps_scale is not None and final_scale is not None:
-        tensors |= {"taps_scale": taps_scale, "final_scale": final_scale}
+    seen, scored = [], []
+    for chat in chats:
+        if chat.features is None:
+            raise ValueError("some chats of this shard carry features and others do not")
+        context, rows = kept_rows(chat.supervised, final)
+        seen.append(chat.features.taps_BTAD[:context])
+        scored.append(chat.features.final_BTD[rows])
+    tensors = {}
+    for name, parts in (("taps", seen), ("final", scored)):
+        tensors[name], scale = encode(torch.cat(parts), dtype)
+        if scale is not None:
+            tensors[f"{name}_scale"] = scale
     facts = write_tensors_atomic(folder / features_name(index), tensors)
-    return facts | {"dtype": dtype, "taps": None if layers is None else list(layers)}
+    return facts | {"dtype": dtype, "taps": None if layers is None else list(layers), "final": final}
 
 
 def read_record(folder: Path, index: int) -> ShardRecord | None:

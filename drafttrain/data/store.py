@@ -4,10 +4,13 @@
 dropped, by reason. It names the target (revision, tokenizer, template, template arguments) and the tapped layers, and
 `TokenStore.require` refuses anything else, because features of another layer or ids of another tokenizer train without an error.
 
+Format 1 kept features of every token; its tokens are read, its features are not: data_prep makes them anew.
+
 Shapes: T tokens of a chat, A taps, D target width, V vocabulary.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +19,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from drafttrain.data.features import decode
+from drafttrain.data.features import decode, vector_bytes
+from drafttrain.data.kept_rows import count_rows, kept_rows
 from drafttrain.data.sealed import read_sealed, unreadable, write_sealed
 from drafttrain.data.shards import Chat, ShardRecord, damaged, features_name, read_record, record_name, tokens_name, verify
 from drafttrain.errors import UserError
@@ -25,8 +29,10 @@ from drafttrain.types import Features, Identity, Request
 
 __all__ = ["Chat", "Manifest", "TokenStore"]
 
-FORMAT = 1
+FORMAT = 2
+READ = (1, FORMAT)
 ANEW = "delete it and run data_prep again: it keeps the finished shards and writes the manifest anew"
+FEATURES_ANEW = "run data_prep again: it keeps the answers and makes the features anew"
 OPEN_FILES = 64
 """Most shard files kept mapped at once."""
 
@@ -61,9 +67,9 @@ class Manifest:
             state = "is not finished: it has no manifest.json" if folder.exists() else "does not exist"
             raise UserError(f"{folder}/ {state}. Run `python -m data_prep` with this recipe; it goes on where it stopped.")
         values = read_sealed(path, "the token store", ANEW)
-        if values.pop("format", None) != FORMAT:
+        if (made := values.pop("format", None)) not in READ:
             raise UserError(
-                f"{path} is not of format {FORMAT}, which this version reads; delete the folder and run data_prep again."
+                f"{path} is of format {made}, but this version reads {' and '.join(map(str, READ))}; delete the folder and run data_prep again."
             )
         try:
             return Manifest(Identity(**values.pop("identity")), **values)
@@ -84,6 +90,8 @@ class TokenStore:
         self._records = records
         self._first = np.cumsum([0] + [len(record.keys) for record in records])
         self._offsets = [np.concatenate([[0], np.cumsum(each)]) for each in lengths]
+        self._features_first: dict[int, list[np.ndarray]] = {}
+        """Shard -> bounds of its chats in `taps` and in `final`, C+1 of each."""
         self._mapped: OrderedDict = OrderedDict()
         self._verified: set[str] = set()
 
@@ -123,7 +131,8 @@ class TokenStore:
         file = self._map(shard, tokens_name(shard))
         ids = file.get_slice("ids")[start:end].long()
         supervised = file.get_slice("supervised")[start:end].bool()
-        return Chat(self.keys[index], ids, supervised, self._features(shard, start, end) if features else None)
+        kept = self._features(shard, index - int(self._first[shard]), supervised) if features else None
+        return Chat(self.keys[index], ids, supervised, kept)
 
     def requests(self, limit: int) -> list[Request]:
         """The prompts of the chats (all before the first supervised token), to be answered again with up to `limit` tokens."""
@@ -144,10 +153,21 @@ class TokenStore:
             other_V += ids[~mask].bincount(minlength=len(other_V))
         return supervised_V, other_V
 
-    def require(self, identity: Identity, taps=None, feature_dtype: str | None = None) -> None:
+    def bytes_of_features(self, taps: int, dtype: str, final: str, shards: Iterable[int] | None = None) -> int:
+        """Bytes that features of these chats take, without the files' headers: `taps` layers, final states `taught` or `all`."""
+        rows = 0
+        for shard in range(len(self._records)) if shards is None else shards:
+            context_C, final_C = self._count_rows(shard, final)
+            rows += taps * int(context_C.sum()) + int(final_C.sum())
+        return rows * vector_bytes(self.manifest.identity.hidden, dtype)
+
+    def require(
+        self, identity: Identity, taps: Sequence[int] | None = None, feature_dtype: str | None = None, final: str = "taught"
+    ) -> None:
         """UserError that names each difference between what the store was made with and what the recipe asks for.
 
-        `taps` are the layers whose stored features will be read, in `feature_dtype` unless that is None; None if none will.
+        `taps` are the layers whose stored features will be read, in `feature_dtype` unless that is None; None if none will. `final`
+        says whose final states will be (`wanted_final` of the drafter).
         """
         made = self.manifest.identity
         other = differences(asdict(made), identity)
@@ -156,36 +176,67 @@ class TokenStore:
                 f"{self.folder}/ was made with another target ({made.path}, the recipe says {identity.path}): {'; '.join(other)}"
                 ". Go back to that target, or give the run another `name` and run data_prep again."
             )
-        if taps is not None and self.manifest.taps == list(taps) and feature_dtype not in (None, self.manifest.feature_dtype):
-            raise UserError(
-                f"{self.folder}/ holds features in {self.manifest.feature_dtype}, but the recipe says data.feature_dtype: "
-                f"{feature_dtype}. Set it to {self.manifest.feature_dtype}, or delete that folder and run data_prep again."
-            )
-        if taps is None or self.manifest.taps == list(taps):
-            return
-        if self.manifest.taps is None:
+        if taps is not None:
+            self._require_features(list(taps), feature_dtype, final)
+
+    def _require_features(self, taps: list[int], dtype: str | None, final: str) -> None:
+        made = self.manifest
+        if made.taps is None:
             raise UserError(
                 f"{self.folder}/ holds no features, but the recipe says data.features: stored. "
-                "Set data.features to online, or delete that folder and run data_prep again."
+                f"Set data.features to online, or {FEATURES_ANEW}."
             )
-        raise UserError(
-            f"{self.folder}/ holds features of layers {self.manifest.taps}, but the recipe taps {list(taps)}. "
-            f"Delete that folder and run data_prep again, or set drafter.init_args.taps to {self.manifest.taps}."
-        )
-
-    def _features(self, shard: int, start: int, end: int) -> Features:
-        if self.manifest.taps is None:
+        if made.taps != taps:
             raise UserError(
-                f"{self.folder}/ holds no features; set data.features to online, or delete it and run data_prep again."
+                f"{self.folder}/ holds features of layers {made.taps}, but the recipe taps {taps}. "
+                f"Either set drafter.init_args.taps to {made.taps}, or {FEATURES_ANEW}."
             )
+        if dtype not in (None, made.feature_dtype):
+            raise UserError(
+                f"{self.folder}/ holds features in {made.feature_dtype}, but the recipe says data.feature_dtype: "
+                f"{dtype}. Set it to {made.feature_dtype}, or {FEATURES_ANEW}."
+            )
+        files = [record.files.get(features_name(shard)) for shard, record in enumerate(self._records)]
+        finals = {facts.get("final") for facts in files if facts is not None}
+        if None in finals:
+            raise UserError(
+                f"{self.folder}/ holds features as an earlier version kept them, which this one does not read; {FEATURES_ANEW}."
+            )
+        if final == "all" and "taught" in finals:
+            raise UserError(
+                f"{self.folder}/ keeps the target's final states only where they teach, but this drafter reads them in every row. "
+                f"Set data.features to online, or {FEATURES_ANEW}."
+            )
+
+    def _count_rows(self, shard: int, final: str) -> tuple[np.ndarray, np.ndarray]:
+        supervised_N = self._map(shard, tokens_name(shard)).get_tensor("supervised").bool().numpy()
+        return count_rows(supervised_N, self._offsets[shard], final)
+
+    def _features(self, shard: int, within: int, supervised_T: Tensor) -> Features:
+        """Of a shard's chat `within`, laid out like its tokens."""
+        facts = self._records[shard].files.get(features_name(shard), {})
+        final = facts.get("final")
+        if self.manifest.taps is None or final is None:
+            raise UserError(
+                f"{self.folder}/ holds no features that can be read; set data.features to online, or {FEATURES_ANEW}."
+            )
+        if shard not in self._features_first:
+            self._features_first[shard] = [np.cumsum([0, *counts_C]) for counts_C in self._count_rows(shard, final)]
+        first_taps, first_final = (int(first[within]) for first in self._features_first[shard])
+        context, rows = kept_rows(supervised_T, final)
         file = self._map(shard, features_name(shard))
-        scaled = self.manifest.feature_dtype != "bfloat16"
 
-        def read(name: str) -> Tensor:
-            scale = file.get_slice(f"{name}_scale")[start:end] if scaled else None
-            return decode(file.get_slice(name)[start:end], scale)
+        def read(name: str, first: int, count: int) -> Tensor:
+            scale = file.get_slice(f"{name}_scale")[first : first + count] if facts["dtype"] != "bfloat16" else None
+            return decode(file.get_slice(name)[first : first + count], scale)
 
-        return Features(read("taps"), read("final"))
+        taps_PAD, final_FD = read("taps", first_taps, context), read("final", first_final, len(rows))
+        T = len(supervised_T)
+        taps_TAD = taps_PAD.new_zeros(T, *taps_PAD.shape[1:])
+        final_TD = final_FD.new_full((T, final_FD.shape[1]), float("nan") if final == "taught" else 0.0)
+        taps_TAD[:context] = taps_PAD
+        final_TD[rows] = final_FD
+        return Features(taps_TAD, final_TD)
 
     def _map(self, shard: int, name: str):
         """The mapped file, its content checked once per process."""

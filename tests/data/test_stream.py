@@ -10,7 +10,7 @@ from tiny_run import ragged_chats, with_features, write_store
 from drafttrain.data.packing import RowPlan, read_chats
 from drafttrain.data.stream import DataConfig, Share, WindowStream, make_loader
 from drafttrain.errors import UserError
-from drafttrain.layouts import chain_layout
+from drafttrain.layouts import chain_layout, chain_visibility
 from drafttrain.losses import SoftCrossEntropy
 
 LENGTH, DEPTH, TAPS = 48, 3, (0, 2, 3)
@@ -118,10 +118,13 @@ def test_a_worker_does_not_change_the_order(store, speakable):
 def test_stored_features_lie_where_their_tokens_lie(store, speakable, tiny_llama):
     batch = next(iter(make_stream(store, speakable, Share(rows=3), features=True)))
     computed = tiny_llama.read_packed(batch.sequences, TAPS)
-    real = batch.sequences.document_BT >= 0
-    assert torch.allclose(batch.features.taps_BTAD[real].float(), computed.taps_BTAD[real], rtol=2e-2, atol=1e-3)
-    assert torch.allclose(batch.features.final_BTD[real].float(), computed.final_BTD[real], rtol=2e-2, atol=1e-3)
-    assert not batch.features.final_BTD[~real].any()
+    real, taught = batch.sequences.document_BT >= 0, torch.zeros_like(batch.sequences.supervised_BT)
+    taught.view(-1)[batch.layout.pool_M] = True
+    seen = chain_visibility(batch.sequences, batch.layout.query_BQ)[batch.layout.query_BQ >= 0].view(-1, LENGTH)
+    seen = torch.stack([seen[(batch.layout.query_BQ >= 0).nonzero()[:, 0] == b].any(0) for b in range(3)])
+    assert torch.allclose(batch.features.taps_BTAD[seen].float(), computed.taps_BTAD[seen], rtol=2e-2, atol=1e-3)
+    assert torch.allclose(batch.features.final_BTD[taught].float(), computed.final_BTD[taught], rtol=2e-2, atol=1e-3)
+    assert not batch.features.final_BTD[~real].any() and not batch.features.taps_BTAD[~real].any()
 
 
 @pytest.mark.parametrize(

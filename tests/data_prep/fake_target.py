@@ -93,9 +93,23 @@ class FakeSpeech:
 def features_of(ids_T: torch.Tensor, taps) -> tuple[torch.Tensor, torch.Tensor]:
     """taps [T, A, D] and final [T, D]; zero in the last row, which no target reads. Whole numbers below 256 are exact in bf16."""
     final_TD = ids_T[:, None].float() + torch.arange(HIDDEN)
-    taps_TAD = torch.stack([final_TD + 10 * layer for layer in taps], dim=1)
+    taps_TAD = final_TD[:, None] + 10 * torch.tensor(list(taps), dtype=torch.float32)[:, None]
     final_TD[-1], taps_TAD[-1] = 0, 0
     return taps_TAD, final_TD
+
+
+def check_kept(chat, taps_TAD: torch.Tensor, final_TD: torch.Tensor, same=torch.equal) -> int:
+    """A chat read back from a store holds these features, in the rows that somebody may need; returns how many final states there are."""
+    said, T = chat.supervised.tolist(), len(chat.ids)
+    taught = [t for t in range(1, T - 1) if said[t] and said[t + 1]]
+    last = max(taught, default=0)
+    for t in range(T):
+        assert same(chat.features.taps_BTAD[t].float(), taps_TAD[t] if t < last else torch.zeros_like(taps_TAD[t]))
+        if t in taught:
+            assert same(chat.features.final_BTD[t].float(), final_TD[t])
+        else:
+            assert chat.features.final_BTD[t].isnan().all()
+    return len(taught)
 
 
 def small_config(**changes):

@@ -5,6 +5,7 @@ import torch
 from fake_target import FakeSpeech, FakeTarget, features_of
 
 from data_prep.dialogue import Answering, Question, Rules, Speech, first_turn, thought_tokens
+from data_prep.featurize import Stored
 from data_prep.quality import QualityConfig, repeated_share, same_script_share
 from data_prep.sources import Prompt, Work
 from drafttrain.decoding.engine import Sampling, generate
@@ -25,7 +26,11 @@ def rules(**changes) -> Rules:
 
 
 def answering(target, ask=None, taps=None, **changes) -> Answering:
-    return Answering(Work(target, ask or FakeSpeech(target), None, 5, print), rules(**changes), Speech(0.7, 1.0, taps))
+    return Answering(
+        Work(target, ask or FakeSpeech(target), None, 5, print),
+        rules(**changes),
+        Speech(0.7, 1.0, None if taps is None else Stored(taps, "bfloat16", "all")),
+    )
 
 
 def said(chat) -> list[list[int]]:

@@ -4,10 +4,11 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_run import ragged_chats, with_features, write_store
 
 from data_prep.config import PrepareConfig
-from data_prep.featurize import featurize
+from data_prep.featurize import Stored, featurize
 from data_prep.pipeline import prepare
 from data_prep.sources import JsonlPrompts
 from data_prep.team import Team
@@ -28,8 +29,8 @@ def compare(store: TokenStore, other: TokenStore) -> None:
         found, wanted = store.chat(index, features=True), other.chat(index, features=True)
         assert torch.equal(found.ids, wanted.ids) and torch.equal(found.supervised, wanted.supervised)
         for name in ("taps_BTAD", "final_BTD"):
-            left, right = getattr(found.features, name)[:-1].float(), getattr(wanted.features, name)[:-1].float()
-            torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-3)
+            left, right = getattr(found.features, name).float(), getattr(wanted.features, name).float()
+            torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
@@ -38,19 +39,17 @@ def test_a_pass_gives_the_features_of_each_chat_read_alone(tmp_path, any_target,
     chats = ragged_chats(11, any_target.vocab, longest=120)
     write_store(tmp_path / "bare", chats, any_target.identity)
     wanted = write_store(tmp_path / "full", with_features(any_target, chats, TAPS), any_target.identity, TAPS, "bfloat16")
-    store = featurize(tmp_path / "bare", any_target, TAPS, dtype, Team(), nothing)
+    store = featurize(tmp_path / "bare", any_target, Stored(TAPS, dtype, "taught"), Team(), nothing)
     store.require(any_target.identity, TAPS, dtype)
     if dtype == "bfloat16":
         compare(store, wanted)
-    for index in range(len(store)):
-        assert not store.chat(index, features=True).features.taps_BTAD[-1].any()
 
 
 def test_other_layers_replace_those_that_were_kept(tmp_path, tiny_llama):
     chats = ragged_chats(9, tiny_llama.vocab)
     write_store(tmp_path / "a", with_features(tiny_llama, chats, (1, 3)), tiny_llama.identity, (1, 3))
     wanted = write_store(tmp_path / "b", with_features(tiny_llama, chats, TAPS), tiny_llama.identity, TAPS)
-    compare(featurize(tmp_path / "a", tiny_llama, TAPS, "bfloat16", Team(), nothing), wanted)
+    compare(featurize(tmp_path / "a", tiny_llama, Stored(TAPS, "bfloat16", "taught"), Team(), nothing), wanted)
 
 
 def test_a_killed_pass_goes_on_and_repeats_no_shard(tmp_path, tiny_llama, monkeypatch):
@@ -64,14 +63,14 @@ def test_a_killed_pass_goes_on_and_repeats_no_shard(tmp_path, tiny_llama, monkey
         raise Killed
 
     with pytest.raises(Killed):
-        featurize(tmp_path / "a", tiny_llama, TAPS, "bfloat16", Team(), die)  # after the first shard
+        featurize(tmp_path / "a", tiny_llama, Stored(TAPS, "bfloat16", "taught"), Team(), die)  # after the first shard
     assert features_name(0) in read_record(tmp_path / "a", 0).files
     assert TokenStore.open(tmp_path / "a").manifest.taps is None  # still a whole store of tokens
     before = (tmp_path / "a" / features_name(0)).stat().st_mtime_ns
     said = []
-    featurize(tmp_path / "a", tiny_llama, TAPS, "bfloat16", Team(), said.append)
+    featurize(tmp_path / "a", tiny_llama, Stored(TAPS, "bfloat16", "taught"), Team(), said.append)
     assert len(said) == 1 and (tmp_path / "a" / features_name(0)).stat().st_mtime_ns == before
-    featurize(tmp_path / "a", tiny_llama, TAPS, "bfloat16", Team(), said.append)
+    featurize(tmp_path / "a", tiny_llama, Stored(TAPS, "bfloat16", "taught"), Team(), said.append)
     assert len(said) == 1
 
 
@@ -86,9 +85,9 @@ def test_processes_share_the_shards(tmp_path, tiny_llama):
                 raise TimeoutError
 
     with pytest.raises(TimeoutError):  # the helper has done its shard and waits for the leader
-        featurize(tmp_path / "a", tiny_llama, TAPS, "bfloat16", Impatient(1, 2, "s"), said.append)
+        featurize(tmp_path / "a", tiny_llama, Stored(TAPS, "bfloat16", "taught"), Impatient(1, 2, "s"), said.append)
     assert said == [text for text in said if "shard 2 of 2" in text] and len(said) == 1
-    featurize(tmp_path / "a", tiny_llama, TAPS, "bfloat16", Impatient(0, 2, "s"), said.append)
+    featurize(tmp_path / "a", tiny_llama, Stored(TAPS, "bfloat16", "taught"), Impatient(0, 2, "s"), said.append)
     assert len(said) == 2 and helper.mine(1)
 
 
@@ -113,7 +112,43 @@ def test_data_prep_fills_in_features_that_the_recipe_asks_for_later(tmp_path, ti
     compare(run("later", TAPS, ask=nobody), wanted)
 
 
+def test_final_states_of_every_row_are_added_for_a_drafter_that_reads_them(tmp_path, tiny_llama):
+    """And not thrown away again for one that does not."""
+    chats = ragged_chats(9, tiny_llama.vocab)
+    write_store(tmp_path / "a", with_features(tiny_llama, chats, TAPS), tiny_llama.identity, TAPS)
+    said: list[str] = []
+    taught, every = (Stored(TAPS, "bfloat16", final) for final in ("taught", "all"))
+    store = featurize(tmp_path / "a", tiny_llama, taught, Team(), said.append)
+    with pytest.raises(UserError, match="this drafter reads them"):
+        store.require(tiny_llama.identity, TAPS, final="all")
+    store = featurize(tmp_path / "a", tiny_llama, every, Team(), said.append)
+    store.require(tiny_llama.identity, TAPS, final="all")
+    assert not any(store.chat(index, features=True).features.final_BTD.isnan().any() for index in range(len(store)))
+    before = len(said)
+    featurize(tmp_path / "a", tiny_llama, taught, Team(), said.append)
+    assert len(said) == before
+
+
+def test_final_states_alone(tmp_path, tiny_llama):
+    """For heads, which read no layer."""
+    write_store(tmp_path / "a", ragged_chats(9, tiny_llama.vocab), tiny_llama.identity)
+    store = featurize(tmp_path / "a", tiny_llama, Stored((), "float8_e4m3fn", "all"), Team(), nothing)
+    store.require(tiny_llama.identity, (), "float8_e4m3fn", "all")
+    assert store.manifest.taps == [] and store.chat(0, features=True).features.taps_BTAD.shape[1] == 0
+
+
+def test_space_is_asked_for_to_the_byte_before_the_target_reads(tmp_path, tiny_llama, monkeypatch):
+    write_store(tmp_path / "a", ragged_chats(9, tiny_llama.vocab), tiny_llama.identity)
+    asked, stored = [], Stored(TAPS, "float8_e4m3fn", "taught")
+    monkeypatch.setattr("data_prep.featurize.require_space", lambda folder, size, what: asked.append(size))
+    featurize(tmp_path / "a", tiny_llama, stored, Team(), nothing)
+    held = [load_file(tmp_path / "a" / features_name(shard)) for shard in range(2)]
+    assert asked == [sum(x.nbytes for tensors in held for x in tensors.values())]
+    featurize(tmp_path / "a", tiny_llama, stored, Team(), nothing)
+    assert asked[1] == 0
+
+
 def test_another_target_is_refused(tmp_path, tiny_llama, targets):
     write_store(tmp_path / "a", ragged_chats(4, tiny_llama.vocab), tiny_llama.identity)
     with pytest.raises(UserError, match="another target"):
-        featurize(tmp_path / "a", targets("qwen3"), TAPS, "bfloat16", Team(), nothing)
+        featurize(tmp_path / "a", targets("qwen3"), Stored(TAPS, "bfloat16", "taught"), Team(), nothing)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_target import FakeSpeech, FakeTarget, features_of, small_config
+from fake_target import FakeSpeech, FakeTarget, check_kept, features_of, small_config
+from safetensors.torch import load_file
 
 from data_prep.pipeline import HELD_OUT, prepare
 from data_prep.sources import JsonlPrompts, SelfPrompts
@@ -58,10 +59,7 @@ def test_stores_hold_the_targets_answers_and_features(whole):
             assert torch.equal(chat.ids, again.ids)
             assert chat.supervised.tolist() == [t >= len(prompt) for t in range(len(chat.ids))]
             if chat.features:
-                taps_TAD, final_TD = features_of(chat.ids, TAPS)
-                assert torch.equal(chat.features.taps_BTAD.float(), taps_TAD) and torch.equal(
-                    chat.features.final_BTD.float(), final_TD
-                )
+                check_kept(chat, *features_of(chat.ids, TAPS))
     assert set(training.keys).isdisjoint(held_out.keys)
 
 
@@ -309,6 +307,41 @@ def test_space_is_asked_for_before_the_first_answer(tmp_path, monkeypatch):
     monkeypatch.setattr("data_prep.pipeline.require_space", files.require_space)
     with pytest.raises(UserError, match=r"features of 20 chats needs up to .* has 1.0 kB free"):
         run(tmp_path / "full")
+
+
+@pytest.mark.parametrize(("dtype", "final"), [("bfloat16", "taught"), ("float8_e4m3fn", "all")])
+def test_the_space_asked_for_is_taken_where_every_answer_is_as_long_as_it_may_be(tmp_path, monkeypatch, dtype, final):
+    asked, target = [], FakeTarget()
+    monkeypatch.setattr("data_prep.pipeline.require_space", lambda folder, size, what: asked.append(size))
+
+    class Talker(FakeSpeech):
+        def _rollout(self, request, temperature, taps):
+            if request.key.endswith("/answer"):
+                self.scripted[request.key] = [7 + len(self.scripted) % 9] * request.limit
+            return super()._rollout(request, temperature, taps)
+
+    given = dict(taps=TAPS, feature_dtype=dtype, final=final, draft_vocab=None, say=lambda text: None)
+    store = prepare(small_config(), target, tmp_path / "data", ask=Talker(target), **given)
+    assert store.manifest.feature_dtype == dtype and store.manifest.rows["kept"] == 20
+    taken = 0
+    for path in (tmp_path / "data").glob("*/*.safetensors"):
+        taken += sum(x.nbytes for name, x in load_file(path).items() if name != "offsets")
+    assert asked[0] == taken
+
+
+def test_features_are_kept_in_the_wanted_type_while_answering_and_not_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.featurize._read", lambda *args: pytest.fail("the target reads the shards once more"))
+    target = FakeTarget()
+    given = dict(taps=(), feature_dtype="float8_e4m3fn", final="all", draft_vocab=None, say=lambda text: None)
+    store = prepare(small_config(), target, tmp_path / "data", ask=FakeSpeech(target), **given)
+    store.require(target.identity, (), "float8_e4m3fn", "all")
+    for index in range(len(store)):
+        found, (_, final_TD) = (
+            store.chat(index, features=True).features.final_BTD.float(),
+            features_of(store.chat(index).ids, (0,)),
+        )
+        torch.testing.assert_close(found[:-1], final_TD[:-1], rtol=1 / 16, atol=1)
+        assert not found[-1].any()
 
 
 def test_damaged_shard_stops_a_restart_and_is_made_again(tmp_path, whole):

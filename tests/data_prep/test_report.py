@@ -11,7 +11,6 @@ from fake_target import FakeSpeech, FakeTarget, small_config
 from data_prep.pipeline import prepare
 from data_prep.report import worries, write_report
 from data_prep.sources import JsonlPrompts, SelfPrompts
-from drafttrain.data.features import feature_bytes
 from drafttrain.data.store import TokenStore
 from drafttrain.data.token_counts import count
 from drafttrain.vocab import Cost, best_size, choose
@@ -53,7 +52,9 @@ def test_numbers_are_those_of_the_stores(folder):
     for name in ("training answers", "held-out answers"):
         size, share = s["coverage"][name][-1]
         assert size == FakeTarget().vocab and share == 1.0
-    assert s["feature_bytes"]["float8_e4m3fn"] == s["tokens"] * feature_bytes(2, 8, "float8_e4m3fn")
+    # One answer a chat: two taps of all rows but the last two, and a final state of every answer token but the last.
+    vectors = 2 * (s["tokens"] - 2 * s["chats"]) + s["answer_tokens"] - s["chats"]
+    assert s["feature_bytes"] == {"bfloat16": vectors * 8 * 2, "float8_e4m3fn": vectors * (8 + 4)}
 
 
 def _sums(store):
