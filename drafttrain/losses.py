@@ -1,106 +1,140 @@
 """Objectives: what the rows of a `Drafted` record are scored by.
 
-An objective returns sums; one place divides them (the training task), by counts of the whole accumulation window over all
-ranks, which are known from the data alone. It knows nothing of EAGLE or diffusion, of optimizers or of ranks.
+    loss = sum over terms of  sum_n w_n * (sum_d weight_d * divergence_d(n)) / count
 
-Shapes: N scored rows, H drafter width, M teacher rows, D target width, V draft vocabulary.
+A term is a sum and the name of its count. The sums are local; one place divides them (the training task), by counts of the whole
+accumulation window over all ranks, which are known from the data alone. An objective knows nothing of EAGLE or diffusion, of
+optimizers or of ranks.
+
+Shapes: N scored elements, G divergences, H drafter width, M teacher rows, D target width, V draft vocabulary, K depths.
 """
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from drafttrain.divergences import Divergence, Scored, SoftCrossEntropy, Taught, Teacher
 from drafttrain.errors import UserError
+from drafttrain.position_weights import Decay, Guesses, PositionWeight
 from drafttrain.types import Drafted, Layout, Term
 
 Student = Callable[[Tensor, Tensor], Tensor]
 """(hidden_NH, prev_N) -> logits over the draft vocabulary."""
-Teacher = Callable[[Tensor], Tensor]
-"""(final_MD) -> logits over the draft vocabulary."""
+REDUCTIONS = ("depths", "drafts", "weights")
 
 
 @dataclass(frozen=True)
 class Objective:
     """Base of the classes that a recipe may name as its objective."""
 
-    def coefficients(self, depth: int) -> dict[str, float]:
-        """Term name -> coefficient."""
-        raise NotImplementedError
-
     def counts(self, layout: Layout, depth: int) -> dict[str, float]:
-        """Term name -> what its sum is divided by, from the data alone."""
+        """Name -> what the sums of that name are divided by, from the data alone; always with `depth_k`, the elements of each depth."""
         raise NotImplementedError
 
     def terms(
         self, drafted: Drafted, student: Student, teacher: Teacher, depth: int
     ) -> tuple[dict[str, Term], dict[str, Tensor]]:
-        """(terms with gradients, detached metric sums that share the terms' counts)."""
+        """Summands of the loss by the name of their count, and detached sums to be logged, whose names end in that of their count."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class SoftCrossEntropy(Objective):
-    """EAGLE-3's objective: sum over depths k of decay^(k-1) * mean over rows of -sum_v p(v) log q(v).
+class Distillation(Objective):
+    """Divergences between drafter and target, weighted by the place in the draft."""
 
-    p is the target's distribution renormalised over the draft vocabulary (Li et al. 2025, arXiv 2503.01840).
-    """
-
-    decay: float = 0.8
-    """Weight of each further depth."""
+    divergences: list[Divergence] = field(default_factory=lambda: [SoftCrossEntropy()])
+    """Added up, each with its weight: SoftCrossEntropy, HardCrossEntropy, ReverseKL, JSD, TotalVariation, LKAlpha, LKLambda,
+    TopKCrossEntropy, SmoothL1."""
+    positions: PositionWeight = field(default_factory=Decay)
+    """Weight by the place in the draft: Uniform, Decay, Exponential, DPace, Streak, ValidPrefix."""
+    reduction: str = "depths"
+    """What sums are divided by: depths (the mean of every depth, added up: EAGLE), drafts (the number of drafts: D-PACE), or weights
+    (the sum of the position weights: DFlash)."""
     chunk: int = 0
-    """Rows whose logits are held at once; 0 holds all (faster where memory allows)."""
+    """Elements whose logits are held at once, and computed twice; the target's are then computed for each element, not once for each row.
+    0 holds all (faster where memory allows)."""
 
     def __post_init__(self):
-        if not 0 < self.decay <= 1:
-            raise UserError(f"objective.init_args.decay is {self.decay}, but must lie in (0, 1].")
+        if not self.divergences:
+            raise UserError("objective.init_args.divergences is empty, but must name at least one, such as SoftCrossEntropy.")
+        twice = [name for name, times in Counter(type(d).__name__ for d in self.divergences).items() if times > 1]
+        if twice:
+            raise UserError(
+                f"objective.init_args.divergences names {', '.join(twice)} twice; name it once, with a larger weight."
+            )
+        if self.reduction not in REDUCTIONS:
+            raise UserError(f"objective.init_args.reduction is {self.reduction!r}, but must be one of {', '.join(REDUCTIONS)}.")
+        if self.reduction == "weights" and not self.positions.known:
+            raise UserError(
+                f"objective.init_args.reduction is weights, but those of {type(self.positions).__name__} are not known before the drafter has "
+                "said something, so micro-batches could not agree on their sum; use drafts."
+            )
         if self.chunk < 0:
-            raise UserError(f"objective.init_args.chunk is {self.chunk}, but must be 0 (all rows at once) or a number of rows.")
-
-    def coefficients(self, depth: int) -> dict[str, float]:
-        return {f"depth_{k}": self.decay ** (k - 1) for k in range(1, depth + 1)}
+            raise UserError(
+                f"objective.init_args.chunk is {self.chunk}, but must be 0 (all elements at once) or a number of elements."
+            )
 
     def counts(self, layout: Layout, depth: int) -> dict[str, float]:
         per_depth = torch.bincount(layout.depth_N, minlength=depth + 1)
-        return {f"depth_{k}": float(per_depth[k]) for k in range(1, depth + 1)}
+        counts = {f"depth_{k}": float(per_depth[k]) for k in range(1, depth + 1)}
+        if self.reduction == "drafts":
+            counts["drafts"] = float(len(layout.draft_N.unique()))
+        if self.reduction == "weights":
+            counts["weights"] = float(self.positions.of_depth(layout.depth_N).double().sum())
+        return counts
 
     def terms(
         self, drafted: Drafted, student: Student, teacher: Teacher, depth: int
     ) -> tuple[dict[str, Term], dict[str, Tensor]]:
-        with torch.no_grad():
-            target_MV = teacher(drafted.teacher_MD).float().softmax(-1)
-        loss_N, best_N = _in_chunks(drafted, student, target_MV, self.chunk)
-        hit_N = (best_N == drafted.label_N).float()
-        zeros = loss_N.new_zeros(depth + 1)
-        loss_K = zeros.index_add(0, drafted.depth_N, loss_N)
-        hits_K = zeros.index_add(0, drafted.depth_N, hit_N)
-        count_K = zeros.index_add(0, drafted.depth_N, torch.ones_like(loss_N))
-        terms = {f"depth_{k}": Term(loss_K[k], count_K[k], self.decay ** (k - 1)) for k in range(1, depth + 1)}
-        return terms, {f"top1_depth_{k}": hits_K[k] for k in range(1, depth + 1)}
+        loss_GN, log_q_N, right_N = self._score(drafted, student, teacher)
+        guesses = Guesses(drafted.depth_N, drafted.draft_N, drafted.drafts, depth, log_q_N.exp(), right_N)
+        weight_N = self.positions.of_guesses(guesses)
+        loss_N = torch.stack([own.weight * loss_N for own, loss_N in zip(self.divergences, loss_GN, strict=True)]).sum(0)
+        logged = {"loss": loss_N, "top1": right_N.float()}
+        if len(self.divergences) > 1:
+            logged |= {own.name: own_N for own, own_N in zip(self.divergences, loss_GN, strict=True)}
+        metrics: dict[str, Tensor] = {}
+        for name, value_N in logged.items():
+            sum_K = _by_depth(value_N.detach(), guesses)
+            metrics |= {f"{name}_depth_{k}": sum_K[k] for k in range(1, depth + 1)}
+        return self._reduce(weight_N * loss_N, weight_N, guesses), metrics
+
+    def _score(self, drafted: Drafted, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor, Tensor]:
+        """Divergences [G, N] with gradient; log q(label) and whether the label is the drafter's likeliest token, [N], detached."""
+
+        def score(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None):
+            scored = Scored(hidden_NH, student(hidden_NH, prev_N).float(), label_N, taught, row_N)
+            loss_GN = torch.stack([divergence.of(scored) for divergence in self.divergences])
+            return loss_GN, scored.log_q_label_N.detach(), scored.logits_NV.detach().argmax(-1) == label_N
+
+        def score_alone(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, row_N: Tensor):
+            return score(hidden_NH, prev_N, label_N, Taught(teacher, drafted.teacher_MD[row_N]), None)
+
+        each_N = drafted.hidden_NH, drafted.prev_N, torch.searchsorted(drafted.vocabulary_V, drafted.label_N)
+        if not self.chunk:
+            return score(*each_N, Taught(teacher, drafted.teacher_MD), drafted.row_N)
+        parts = []
+        for i in range(max(-(-len(drafted.label_N) // self.chunk), 1)):
+            piece = slice(i * self.chunk, (i + 1) * self.chunk)
+            parts.append(checkpoint(score_alone, *(x[piece] for x in (*each_N, drafted.row_N)), use_reentrant=False))
+        loss_GN, log_q_N, right_N = (torch.cat(pieces, dim=-1) for pieces in zip(*parts, strict=True))
+        return loss_GN, log_q_N, right_N
+
+    def _reduce(self, loss_N: Tensor, weight_N: Tensor, guesses: Guesses) -> dict[str, Term]:
+        """The terms of weighted losses."""
+        if self.reduction == "weights":
+            return {"weights": Term(loss_N.sum(), weight_N.sum())}
+        there_N = torch.ones_like(weight_N)
+        if self.reduction == "drafts":
+            return {"drafts": Term(loss_N.sum(), guesses.grid(there_N, absent=0.0).amax(1).sum())}
+        sum_K, count_K = _by_depth(loss_N, guesses), _by_depth(there_N, guesses)
+        return {f"depth_{k}": Term(sum_K[k], count_K[k]) for k in range(1, guesses.depth + 1)}
 
 
-def _in_chunks(drafted: Drafted, student: Student, target_MV: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Per row: cross-entropy (with gradient) and the target id the drafter says, holding at most `chunk` rows of logits."""
-
-    def score(hidden_NH: Tensor, prev_N: Tensor, row_N: Tensor) -> tuple[Tensor, Tensor]:
-        logits_NV = student(hidden_NH, prev_N)
-        return soft_cross_entropy(logits_NV.float(), target_MV[row_N]), logits_NV.detach().argmax(-1)
-
-    N = len(drafted.label_N)
-    if not chunk or chunk >= N:
-        loss, best = score(drafted.hidden_NH, drafted.prev_N, drafted.row_N)
-        return loss, drafted.vocabulary_V[best]
-    losses, bests = [], []
-    for i in range(0, N, chunk):
-        part = slice(i, i + chunk)
-        loss, best = checkpoint(score, drafted.hidden_NH[part], drafted.prev_N[part], drafted.row_N[part], use_reentrant=False)
-        losses.append(loss)
-        bests.append(best)
-    return torch.cat(losses), drafted.vocabulary_V[torch.cat(bests)]
-
-
-def soft_cross_entropy(logits_NV: Tensor, target_NV: Tensor) -> Tensor:
-    """-sum_v p(v) log q(v) for each row [N], with q = softmax(logits) and p summing to 1."""
-    return logits_NV.logsumexp(-1) - (target_NV * logits_NV).sum(-1)
+def _by_depth(value_N: Tensor, guesses: Guesses) -> Tensor:
+    """Sums of the values at each depth [K+1]; that of depth k stands at place k."""
+    return value_N.new_zeros(guesses.depth + 1).index_add(0, guesses.depth_N, value_N)

@@ -6,8 +6,7 @@ trainer is made (`trainer_section.py`), because importing Lightning takes second
 """
 
 import argparse
-import importlib
-import pkgutil
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
@@ -19,13 +18,15 @@ import jsonargparse
 from data_prep.config import PrepareConfig
 from data_prep.engines import Engine
 from data_prep.sources import PromptSource
-from drafttrain import drafters
 from drafttrain.data.stream import DataConfig
 from drafttrain.decoding.methods import Method
+from drafttrain.divergences import Divergence
 from drafttrain.drafters.base import DrafterConfig
+from drafttrain.drafters.registry import known_drafters
 from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
 from drafttrain.losses import Objective
+from drafttrain.position_weights import PositionWeight
 from drafttrain.recipe_build import Builder, choices, places, plain
 from drafttrain.recipe_files import Written, read_all
 from drafttrain.target.config import TargetConfig
@@ -36,12 +37,13 @@ from drafttrain.validation.bench_config import BenchConfig
 from drafttrain.validation.config import ValidateConfig
 
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
-for _module in pkgutil.iter_modules(drafters.__path__, "drafttrain.drafters."):
-    importlib.import_module(_module.name)  # so that a new file in drafters/ is known by its class name
+known_drafters()  # reads every file in drafters/, so that a new one is known by its class name
 
 BASES: dict[type, str] = {
     DrafterConfig: "drafter",
     Objective: "objective",
+    Divergence: "divergence",
+    PositionWeight: "position weight",
     PromptSource: "prompt source",
     Engine: "engine",
     Method: "method",
@@ -129,6 +131,12 @@ def sections_help() -> str:
                 texts.append(_class_help(cls, f"{section.name}.init_args", f"{section.name}.class_path: {name}"))
         elif isinstance(section.type, type) and section.name not in ("name", "trainer"):
             texts.append(_class_help(section.type, section.name, section.name))
+    for name, cls in choices(Divergence).items():
+        texts.append(_class_help(cls, "init_args", f"objective.init_args.divergences, an item of class_path: {name}"))
+    for name, cls in choices(PositionWeight).items():
+        texts.append(
+            _class_help(cls, "objective.init_args.positions.init_args", f"objective.init_args.positions.class_path: {name}")
+        )
     for name, cls in choices(PromptSource).items():
         texts.append(_class_help(cls, "init_args", f"prepare.prompts, an item of class_path: {name}"))
     for name, cls in choices(Engine).items():
@@ -152,4 +160,7 @@ def _class_help(cls: type, place: str, title: str) -> str:
             action.help = argparse.SUPPRESS  # jsonargparse's own extras, which our reader of flags does not take
         action.option_strings = [flag for flag in action.option_strings if not flag.endswith("+")]
     lines = parser.format_help().strip().splitlines()
-    return "\n".join([f"{title}: {lines[0].rstrip(':')}" if lines else title, *lines[1:]])
+    about = (
+        lines[0] if lines else (inspect.getdoc(cls) or "").partition("\n")[0]
+    )  # jsonargparse is silent about a class without keys
+    return "\n".join([f"{title}: {about.rstrip(':')}", *lines[1:]])

@@ -34,7 +34,7 @@ prepare:
   held_out_max_tokens: 16
   near_duplicate: 1.0
 drafter: {{class_path: Eagle3, init_args: {{taps: [0, 1, 3], depth: 2, draft_vocab: 200}}}}
-objective: {{class_path: SoftCrossEntropy}}
+objective: {{class_path: Distillation}}
 data: {{features: stored, length: 96, rows: 2}}
 optimizer: {{lr: 1e-3, warmup_steps: 1}}
 checkpoint: {{tau_every: 2, tau_tokens: 8, drafts: 2}}

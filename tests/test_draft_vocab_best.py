@@ -35,7 +35,7 @@ prepare:
   held_out_max_tokens: 16
   near_duplicate: 1.0
 drafter: {{class_path: Eagle3, init_args: {{taps: [0, 2, 3], depth: 3, draft_vocab: {size}}}}}
-objective: {{class_path: SoftCrossEntropy}}
+objective: {{class_path: Distillation}}
 optimizer: {{lr: 1e-3}}
 trainer: {{max_steps: 2}}
 """

@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("types", "errors"),
-    ("ops", "layouts", "losses", "vocab", "files", "plots", "markdown"),
+    ("ops", "layouts", "divergences", "position_weights", "losses", "vocab", "files", "plots", "markdown"),
     ("target", "drafters"),
     ("decoding", "data"),
     ("tasks", "export", "validation", "data_prep"),
@@ -30,6 +30,8 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 TOP = len(FLOORS) - 1
 NEIGHBOURS = {
     ("drafters", "target"),  # a drafter is built for a target
+    ("losses", "divergences"),  # an objective is composed of both
+    ("losses", "position_weights"),
 }
 """What may import a neighbour on its own floor, one way only."""
 

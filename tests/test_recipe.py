@@ -24,7 +24,7 @@ prepare:
 drafter:
   class_path: Eagle3
   init_args: {taps: [0, 1, 3], depth: 3, draft_vocab: 200}
-objective: {class_path: SoftCrossEntropy}
+objective: {class_path: Distillation}
 optimizer:
   lr: 6e-4
 trainer:
@@ -161,7 +161,7 @@ def test_unknown_class_gets_the_list(base):
 
 
 def test_a_class_of_the_wrong_kind_is_refused(base):
-    assert "names no drafter" in refused([base], ("drafter.class_path", "drafttrain.losses.SoftCrossEntropy"))
+    assert "names no drafter" in refused([base], ("drafter.class_path", "drafttrain.losses.Distillation"))
 
 
 @pytest.mark.parametrize(

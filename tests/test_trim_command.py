@@ -32,7 +32,7 @@ name: tiny
 target: {{path: {target_folders("llama")}}}
 prepare: {{prompts: [{{class_path: SelfPrompts, init_args: {{count: 4}}}}]}}
 drafter: {{class_path: Eagle3, init_args: {{taps: [0, 1, 3], depth: 2, draft_vocab: {SIZE}}}}}
-objective: {{class_path: SoftCrossEntropy}}
+objective: {{class_path: Distillation}}
 optimizer: {{lr: 1e-3}}
 trainer: {{max_steps: 2}}
 validate: {{drafts: 2, max_tokens: 12}}

@@ -74,7 +74,7 @@ def make_run(folder: Path, target, features: Sequence[int] | None = None, count:
 def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Path:
     """Calls `train` with tiny sections. `changes`: section name -> values that replace some of its fields."""
     from drafttrain.drafters.eagle3 import Eagle3
-    from drafttrain.losses import SoftCrossEntropy
+    from drafttrain.losses import Distillation
     from drafttrain.target.config import TargetConfig
     from drafttrain.tasks.train import train
     from drafttrain.topology import Topology
@@ -94,7 +94,7 @@ def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Pa
         run_folder=run_folder,
         target=TargetConfig(**sections["target"]),
         drafter=Eagle3(**sections["drafter"]),
-        objective=SoftCrossEntropy(**sections["objective"]),
+        objective=Distillation(**sections["objective"]),
         data=DataConfig(**sections["data"]),
         optimizer=OptimizerConfig(**sections["optimizer"]),
         checkpoint=CheckpointConfig(**sections["checkpoint"]),

@@ -2,13 +2,13 @@
 
     features = what the target computed while reading the rows (online), or kept on disk (stored)
     drafted  = net.rows(sequences, features, layout)                       the drafter's side
-    terms    = objective.terms(drafted, student, teacher)                  sums, each with a coefficient
-    loss     = sum_terms coefficient * sum * world * accumulate / count of the whole window over all ranks
+    terms    = objective.terms(drafted, student, teacher)                  sums, and what each is divided by
+    loss     = sum_terms sum * world * accumulate / count of the whole window over all ranks
 
 Trainers divide by the accumulation and average over ranks; the two factors undo that, so the gradient of a window is that of
-sum_terms coefficient * (sum over the window) / (count over the window), however the window is shared out.
+sum_terms (sum over the window) / (count over the window), however the window is shared out.
 
-Shapes: B rows, T tokens, N scored elements, H drafter width, M teacher rows, D target width, V draft vocabulary.
+Shapes: B rows, T tokens.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,9 @@ from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer
 from drafttrain.tasks.speed import GraphedRead, make_score
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal
+from drafttrain.tasks.teacher import TargetTeacher, plainly
 from drafttrain.tasks.weights import keep_buffers, restore_buffers
-from drafttrain.tasks.window import Meter, Window, all_reduce
+from drafttrain.tasks.window import Meter, Window, all_reduce, scored_elements
 from drafttrain.types import Features
 
 
@@ -73,11 +74,10 @@ class DistillTask(pl.LightningModule):
         self.share, self.seed, self.position, self.stop = share, seed, position, stop
         self.depth: int = net.needs.depth
         self.feature_dtype = feature_dtype
-        self.terms = tuple(objective.coefficients(self.depth))
         self.meter = Meter()
         self.window: Window | None = None
         self._first_bad: Tensor | None = None
-        self._score = make_score(net, objective, self._teacher, self.depth, speed.compile)
+        self._score = make_score(net, objective, TargetTeacher(target, net), self.depth, speed.compile)
         graphed = speed.graph_target and target.device.type == "cuda"
         self._graphed = GraphedRead(target, net.needs.taps) if graphed else None
         # DeepSpeed's checkpoints leave frozen weights out (exclude_frozen_parameters); without any, nothing may be missing.
@@ -93,17 +93,16 @@ class DistillTask(pl.LightningModule):
             self._open_window(batch.window)
         assert self.window is not None, "a window begins with the micro-batch that carries its counts"
         terms, metrics = self._score(batch.sequences, self._features(batch), batch.layout)
-        parts = [term.coefficient * term.sum / self.window.divisor(name) for name, term in terms.items()]
-        loss = torch.stack(parts).sum()
+        loss = torch.stack([term.sum / self.window.divisor(name) for name, term in terms.items()]).sum()
         self._watch(loss.detach())
-        self.meter.add({"loss": loss} | {f"loss_{name}": term.sum for name, term in terms.items()} | metrics)
+        self.meter.add({"loss": loss} | metrics)
         return loss * self._undo()
 
     def close_window(self) -> dict[str, float]:
         """Counts a finished optimizer step. Returns the window's totals over all ranks. UserError if it had nothing to learn."""
         assert self.window is not None
         totals = self.window.totals()
-        if not any(totals[name] for name in self.terms):
+        if not scored_elements(totals):
             raise UserError(
                 f"Step {self.position.step + 1} had no supervised tokens to learn from ({totals['tokens']:.0f} tokens, "
                 f"{totals['dropped']:.0f} labels outside the draft vocabulary); raise drafter.init_args.draft_vocab, data.length or "
@@ -160,7 +159,7 @@ class DistillTask(pl.LightningModule):
 
     def _open_window(self, local: dict[str, float]) -> None:
         """The window's all-reduce, and its random stream: a function of (seed, step, rank), so there is no state to save."""
-        self.window = Window(self.terms, local, self.stop.requested, self.device)
+        self.window = Window(local, self.stop.requested, self.device)
         stream = np.random.SeedSequence([self.seed, self.position.step, self.share.rank])
         torch.manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))
 
@@ -168,19 +167,9 @@ class DistillTask(pl.LightningModule):
         """As stored, or as the target computes them, rounded alike; the net casts what it reads to its own type."""
         if batch.features is not None:
             return batch.features
-        with torch.no_grad(), self._plain():
+        with torch.no_grad(), plainly(self.device):
             read = self._graphed or partial(self.target.read_packed, taps=self.net.needs.taps)
             return rounded(read(batch.sequences), self.feature_dtype)
-
-    def _teacher(self, final_MD: Tensor) -> Tensor:
-        """The target's logits over the draft vocabulary, computed as the target computes them."""
-        ids = None if self.net.vocabulary.is_full else self.net.speakable_V
-        with torch.no_grad(), self._plain():
-            return self.target.logits(final_MD.to(self.target.dtype), ids)
-
-    def _plain(self):
-        """The frozen target computes in the type it was loaded in, whatever trainer.precision says of the drafter."""
-        return torch.autocast(self.device.type, enabled=False)
 
     def _watch(self, loss: Tensor) -> None:
         """Remembers the first step with a loss that is not finite, without waiting for it."""

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drafttrain.divergences import Teacher
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
-from drafttrain.losses import Objective, Teacher
+from drafttrain.losses import Objective
 from drafttrain.target.target import Target
 from drafttrain.types import Features, Layout, Sequences, Term
 

@@ -2,7 +2,7 @@
 
     best = train(
         run_folder=Path("runs/x"),                    # holds data/train and data/held_out, made by data_prep
-        target=TargetConfig(...), drafter=Eagle3(...), objective=SoftCrossEntropy(...),
+        target=TargetConfig(...), drafter=Eagle3(...), objective=Distillation(...),
         data=DataConfig(...), optimizer=OptimizerConfig(...), checkpoint=CheckpointConfig(...),
         trainer={"max_steps": 500, ...},              # arguments of lightning.pytorch.Trainer, classes already built
         topology=Topology(...),                       # world, local, nodes, rank, accelerator, device
@@ -146,8 +146,8 @@ def recipe_facts(sections: Sections, store: TokenStore) -> dict[str, Any]:
     identity = store.manifest.identity
     return {
         "target": {name: getattr(identity, name) for name in COMPARED},
-        "drafter": {"class": type(sections.drafter).__name__, **dataclasses.asdict(sections.drafter)},
-        "objective": {"class": type(sections.objective).__name__, **dataclasses.asdict(sections.objective)},
+        "drafter": facts_of(sections.drafter),
+        "objective": facts_of(sections.objective),
         "data": {name: getattr(sections.data, name) for name in ("length", "seed", "feature_dtype")},
         "optimizer": dataclasses.asdict(sections.optimizer),
         "chats": {
@@ -156,6 +156,16 @@ def recipe_facts(sections: Sections, store: TokenStore) -> dict[str, Any]:
             "keys": hashlib.sha256("\n".join(store.keys).encode()).hexdigest()[:16],
         },
     }
+
+
+def facts_of(config: Any) -> Any:
+    """A config as JSON can hold it, with the name of every class; the parts of a list of configs stand under their numbers."""
+    if isinstance(config, list | tuple) and any(dataclasses.is_dataclass(part) for part in config):
+        return {str(number): facts_of(part) for number, part in enumerate(config)}
+    if dataclasses.is_dataclass(config):
+        values = {field.name: facts_of(getattr(config, field.name)) for field in dataclasses.fields(config)}
+        return {"class": type(config).__name__, **values}
+    return config
 
 
 def ours_refused(key: str) -> str:

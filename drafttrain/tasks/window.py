@@ -1,7 +1,7 @@
 """One optimizer step's numbers: what the loss is divided by, agreed by all ranks, and what is logged.
 
-A window opens with one all-reduce of a small vector: the counts of every loss term, tokens, dropped labels, and whether anybody
-was told to stop. The loss uses the vector where it is (on the device); the host reads its copy at the end of the window, when the
+A window opens with one all-reduce of a small vector: what sums are divided by, tokens, dropped labels, and whether anybody was
+told to stop. The loss uses the vector where it is (on the device); the host reads its copy at the end of the window, when the
 numbers have long arrived, so a GPU is never drained for them.
 """
 
@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-EXTRAS = ("tokens", "dropped", "stop")
-
 
 def all_reduce(vector: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
     """In place over all ranks. (Lightning's `strategy.reduce` adds a barrier, which stops the host.)"""
@@ -21,13 +19,18 @@ def all_reduce(vector: Tensor, op=dist.ReduceOp.SUM) -> Tensor:
     return vector
 
 
-class Window:
-    """The counts of one window over all ranks. Counts are whole numbers below 2^24, which float32 adds exactly."""
+def scored_elements(totals: dict[str, float]) -> float:
+    """How many elements were scored, over all depths."""
+    return sum(total for name, total in totals.items() if name.startswith("depth_"))
 
-    def __init__(self, names: tuple[str, ...], local: dict[str, float], stop: bool, device: torch.device):
-        self.names = names + EXTRAS
-        values = {**local, "stop": float(stop)}
-        vector = torch.tensor([values.get(name, 0.0) for name in self.names], dtype=torch.float32)
+
+class Window:
+    """The counts of one window over all ranks, from this rank's, which have the same names everywhere: those that an objective divides
+    by, `tokens` and `dropped`. Most are whole numbers below 2^24, which float32 adds exactly."""
+
+    def __init__(self, local: dict[str, float], stop: bool, device: torch.device):
+        self.names = (*local, "stop")
+        vector = torch.tensor([*local.values(), float(stop)], dtype=torch.float32)
         self._arrived: torch.cuda.Event | None = None
         if device.type == "cuda":
             vector = vector.pin_memory().to(device, non_blocking=True)
@@ -41,9 +44,10 @@ class Window:
             self._arrived.record()
         self._place = {name: i for i, name in enumerate(self.names)}
 
-    def divisor(self, term: str) -> Tensor:
-        """Count of a term over the whole window, on the device; 1 where it is 0, since its sum is 0 too."""
-        return self.vector[self._place[term]].clamp(min=1.0)
+    def divisor(self, name: str) -> Tensor:
+        """A count over the whole window, on the device; 1 where it is 0, since what it divides is 0 too."""
+        count = self.vector[self._place[name]]
+        return torch.where(count > 0, count, 1.0)
 
     def totals(self) -> dict[str, float]:
         """All numbers on the host. Waits until they have arrived."""
@@ -84,16 +88,16 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Means since the last call, the same on every rank, and starts anew. One all-reduce and one wait for the device.
 
-        `loss` is the mean of the windows' losses; `loss_depth_k` and `top1_depth_k` are sums over the count of `depth_k`.
+        `loss` is the mean of the windows' losses; what ends in `_depth_k` is a sum over the count of `depth_k`.
         """
         names = sorted(self._sums)
         values = all_reduce(torch.stack([self._sums[name] for name in names])).tolist()
         sums, totals = dict(zip(names, values, strict=True)), self._totals
         means = {"loss": sums.pop("loss") / max(self._windows, 1)}
         for name, value in sums.items():
-            term = name.partition("_")[2]  # top1_depth_2 -> depth_2
-            means[name] = value / max(totals.get(term, 0.0), 1.0)
-        counted = sum(total for name, total in totals.items() if name not in EXTRAS)
+            count = "depth_" + name.rpartition("_")[2]  # smooth_l1_depth_2 -> depth_2
+            means[name] = value / max(totals.get(count, 0.0), 1.0)
+        counted = scored_elements(totals)
         means["dropped_labels"] = totals.get("dropped", 0.0) / max(counted + totals.get("dropped", 0.0), 1.0)
         means["tokens_per_second"] = totals.get("tokens", 0.0) / max(time.monotonic() - self._since, 1e-9)
         self._sums, self._totals, self._windows, self._since = {}, {}, 0, time.monotonic()

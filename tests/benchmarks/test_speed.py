@@ -8,9 +8,10 @@ import torch
 
 from drafttrain.decoding.engine import generate
 from drafttrain.drafters.eagle3 import Eagle3
-from drafttrain.losses import SoftCrossEntropy
+from drafttrain.losses import Distillation
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
+from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.types import Request, Sequences
 from drafttrain.validation.hardware import matrix_gflops
 from drafttrain.vocab import DraftVocabulary
@@ -68,10 +69,10 @@ def test_training_step_on_stored_features(target, capsys, draft_vocab):
     net = Eagle3(taps=[1, 14, 26], depth=3, draft_vocab=draft_vocab).build(target, vocabulary)
     features = target.read_packed(batch.to(target.device), net.needs.taps)
     layout = net.layout(batch).to(target.device)
-    objective, ids = SoftCrossEntropy(), vocabulary.ids.to(target.device)
+    objective = Distillation()
     began = time.perf_counter()
     drafted = net.rows(batch.to(target.device), features, layout)
-    terms, _ = objective.terms(drafted, net.logits, lambda final: target.logits(final, ids), net.needs.depth)
+    terms, _ = objective.terms(drafted, net.logits, TargetTeacher(target, net), net.needs.depth)
     loss = sum(term.sum / term.count for term in terms.values())
     loss.backward()
     say(

@@ -19,6 +19,7 @@ from drafttrain.data.stream import Share, WindowStream
 from drafttrain.recipe import load_recipe
 from drafttrain.target.load import load_target
 from drafttrain.tasks.speed import GraphedRead, make_score
+from drafttrain.tasks.teacher import TargetTeacher
 
 VARIANTS = {"plain": (False, False), "graph": (True, False), "compile": (False, True), "both": (True, True)}
 """Name -> (target as a CUDA graph, drafter compiled)."""
@@ -84,8 +85,7 @@ def main() -> None:
         )
         windows = iter(stream)
         batches = [next(windows) for _ in range(own.steps + 3)]
-        ids = None if vocabulary.is_full else net.speakable_V
-        score = make_score(net, recipe.objective, lambda final, ids=ids: target.logits(final, ids), depth, compile)
+        score = make_score(net, recipe.objective, TargetTeacher(target, net), depth, compile)
         read = GraphedRead(target, net.needs.taps) if graph else lambda s, taps=net.needs.taps: target.read_packed(s, taps)
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=device.type == "cuda")
         clock = Clock(device)
@@ -98,7 +98,7 @@ def main() -> None:
             features = read(batch.sequences)
             marks.append(clock.mark())
             terms, _ = score(batch.sequences, features, batch.layout)
-            loss = torch.stack([term.coefficient * term.sum / batch.window[name] for name, term in terms.items()]).sum()
+            loss = torch.stack([term.sum / batch.window[name] for name, term in terms.items()]).sum()
             marks.append(clock.mark())
             loss.backward()
             marks.append(clock.mark())

@@ -11,7 +11,7 @@ from drafttrain.data.packing import RowPlan, read_chats
 from drafttrain.data.stream import DataConfig, Share, WindowStream, make_loader
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, chain_visibility
-from drafttrain.losses import SoftCrossEntropy
+from drafttrain.losses import Distillation
 
 LENGTH, DEPTH, TAPS = 48, 3, (0, 2, 3)
 ALONE = Share()
@@ -34,7 +34,7 @@ def make_stream(store, speakable, share=None, start=0, **kwargs):
     plan = RowPlan(read_chats(store, LENGTH), LENGTH, seed=5)
     share = share or Share()
     layout = partial(chain_layout, depth=DEPTH, speakable_V=speakable)
-    return WindowStream(store, plan, share, layout, partial(SoftCrossEntropy().counts, depth=DEPTH), start, **kwargs)
+    return WindowStream(store, plan, share, layout, partial(Distillation().counts, depth=DEPTH), start, **kwargs)
 
 
 def rows_of(sequences):

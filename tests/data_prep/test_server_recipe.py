@@ -27,7 +27,7 @@ target: {path: somewhere}
 prepare:
   prompts: [{class_path: SelfPrompts, init_args: {count: 8}}]
 drafter: {class_path: Eagle3}
-objective: {class_path: SoftCrossEntropy}
+objective: {class_path: Distillation}
 optimizer: {lr: 1.0e-3}
 """
 SERVER = {"class_path": "OpenAIServer", "init_args": {"urls": ["http://a:8000"], "model": "m"}}

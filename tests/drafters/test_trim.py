@@ -16,7 +16,8 @@ from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.eagle3 import export_eagle3, load_export
 from drafttrain.layouts import one_chat
-from drafttrain.losses import SoftCrossEntropy
+from drafttrain.losses import Distillation
+from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.types import Request
 from drafttrain.vocab import Counts, DraftVocabulary, best_size, choose, count
 
@@ -156,7 +157,7 @@ def test_the_target_says_the_same_with_a_trimmed_drafter(tiny_llama, net, tmp_pa
 
 def teach(target, net, rollouts, steps=40):
     """A few steps on these very answers, so that drafts get accepted."""
-    optimizer, objective = torch.optim.AdamW(net.parameters(), lr=5e-3), SoftCrossEntropy()
+    optimizer, objective = torch.optim.AdamW(net.parameters(), lr=5e-3), Distillation()
     read = []
     for rollout in rollouts:
         chat = one_chat(rollout.ids, rollout.prompt_len)
@@ -164,9 +165,9 @@ def teach(target, net, rollouts, steps=40):
     for _ in range(steps):
         for chat, features, layout in read:
             drafted = net.rows(chat, features, layout)
-            terms, _ = objective.terms(drafted, net.logits, lambda final: target.logits(final, net.speakable_V), DRAFTS)
+            terms, _ = objective.terms(drafted, net.logits, TargetTeacher(target, net), DRAFTS)
             optimizer.zero_grad()
-            sum(t.coefficient * t.sum / t.count.clamp(min=1) for t in terms.values()).backward()
+            sum(t.sum / t.count.clamp(min=1) for t in terms.values()).backward()
             optimizer.step()
     net.eval()
 

@@ -6,10 +6,11 @@ from tiny_run import logged, make_run, start
 from torch._dynamo.utils import counters
 
 from drafttrain.drafters.eagle3 import Eagle3
-from drafttrain.losses import SoftCrossEntropy
+from drafttrain.losses import Distillation
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.tasks.speed import GraphedRead, make_score
+from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.types import Sequences
 from drafttrain.vocab import DraftVocabulary
 
@@ -43,19 +44,15 @@ def loss_and_gradients(net, score, target, seed):
     features = target.read_packed(sequences, TAPS)
     net.zero_grad()
     terms, metrics = score(sequences, features, layout)
-    loss = torch.stack([term.coefficient * term.sum / term.count for term in terms.values()]).sum()
+    loss = torch.stack([term.sum / term.count for term in terms.values()]).sum()
     loss.backward()
     return {"loss": loss.detach(), **metrics} | {name: weight.grad.clone() for name, weight in net.named_parameters()}
-
-
-def teacher_of(target, net):
-    return lambda final_MD: target.logits(final_MD, net.speakable_V)
 
 
 @pytest.mark.slow
 def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(tiny_llama):
     net = make_net(tiny_llama)
-    objective, teacher = SoftCrossEntropy(), teacher_of(tiny_llama, net)
+    objective, teacher = Distillation(), TargetTeacher(tiny_llama, net)
     plain, compiled = (make_score(net, objective, teacher, 3, compile=flag) for flag in (False, True))
     counters.clear()
     for seed in range(4):

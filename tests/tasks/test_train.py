@@ -11,7 +11,9 @@ from safetensors.torch import load_file
 from tiny_run import logged, make_run, ragged_chats, start, write_store
 
 from drafttrain.data.features import FEATURE_DTYPES
+from drafttrain.divergences import ReverseKL
 from drafttrain.errors import UserError
+from drafttrain.position_weights import Decay, Uniform
 from drafttrain.tasks.checkpoints import find_last
 
 
@@ -188,7 +190,9 @@ def test_the_arithmetic_is_said_before_training(run, llama, capsys):
     ("change", "sentence"),
     [
         ({"drafter": {"depth": 2}}, "drafter.depth: 3 before, 2 now"),
-        ({"objective": {"decay": 0.5}}, "objective.decay: 0.8 before, 0.5 now"),
+        ({"objective": {"positions": Decay(0.5)}}, "objective.positions.base: 0.8 before, 0.5 now"),
+        ({"objective": {"positions": Uniform()}}, "objective.positions.class: Decay before, Uniform now"),
+        ({"objective": {"divergences": [ReverseKL()]}}, "objective.divergences.0.class: SoftCrossEntropy before, ReverseKL now"),
         ({"data": {"seed": 8}}, "data.seed: 7 before, 8 now"),
         ({"optimizer": {"lr": 2e-3}}, "optimizer.lr: 0.001 before, 0.002 now"),
     ],

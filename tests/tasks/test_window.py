@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 
 def test_a_window_knows_its_divisors_and_totals():
-    window = Window(
-        ("depth_1", "depth_2"), {"depth_1": 6.0, "depth_2": 0.0, "tokens": 20.0, "dropped": 1.0}, stop=True, device=CPU
-    )
+    local = {"depth_1": 6.0, "depth_2": 0.0, "weights": 0.25, "tokens": 20.0, "dropped": 1.0}
+    window = Window(local, stop=True, device=CPU)
     assert float(window.divisor("depth_1")) == 6.0
     assert float(window.divisor("depth_2")) == 1.0  # nothing counts: its sum is 0 and must stay 0
-    assert window.totals() == {"depth_1": 6.0, "depth_2": 0.0, "tokens": 20.0, "dropped": 1.0, "stop": 1.0}
+    assert float(window.divisor("weights")) == 0.25
+    assert window.totals() == local | {"stop": 1.0}
 
 
 def test_means_are_sums_over_counts_of_all_windows_since_the_last_log():

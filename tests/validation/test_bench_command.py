@@ -25,7 +25,7 @@ name: tiny
 target: {{path: {target}}}
 prepare: {{prompts: [{{class_path: SelfPrompts, init_args: {{count: 8}}}}]}}
 drafter: {{class_path: Eagle3, init_args: {{taps: [0, 1, 3], depth: 3, draft_vocab: null}}}}
-objective: {{class_path: SoftCrossEntropy}}
+objective: {{class_path: Distillation}}
 bench:
   max_tokens: 6
   methods: [{{class_path: Chain, init_args: {{drafts: 2}}}}, Lookup]
