@@ -15,7 +15,9 @@ from drafttrain.data.packing import RowPlan, read_chats
 from drafttrain.data.shards import Chat, features_name, has_features, record_name, write_shard
 from drafttrain.data.store import Manifest, TokenStore
 from drafttrain.data.stream import Share, WindowStream
+from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, chain_visibility, one_chat
 from drafttrain.types import Features
@@ -144,9 +146,17 @@ def test_bytes_are_known_before_anything_is_written(tmp_path, tiny_llama, dtype,
 # ---- in training -----------------------------------------------------------------------------------------------------------------
 
 
-def make_net(target):
+DRAFTERS = {
+    "eagle3": Eagle3(taps=list(TAPS), depth=DEPTH, draft_vocab=160),
+    "eagle": Eagle(depth=DEPTH, noise=0.0, draft_vocab=160),
+    "medusa": Medusa(heads=DEPTH, draft_vocab=160),
+    "hydra++": Hydra(heads=DEPTH, prefix=True, draft_vocab=160),
+}
+
+
+def make_net(target, name: str = "eagle3"):
     torch.manual_seed(0)
-    return Eagle3(taps=list(TAPS), depth=DEPTH, draft_vocab=160).build(target, DraftVocabulary(torch.arange(0, 320, 2), 320))
+    return DRAFTERS[name].build(target, DraftVocabulary(torch.arange(0, 320, 2), 320))
 
 
 def loss_and_gradients(net, target, batch, features: Features) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -169,13 +179,15 @@ def batches(store: TokenStore, net):
         yield stream, range(first, first + 2), next(stream.window(first))
 
 
-@pytest.mark.parametrize("final", FINALS)
+@pytest.mark.parametrize(
+    ("name", "final"), [("eagle3", "taught"), ("eagle3", "all"), ("eagle", "all"), ("medusa", "all"), ("hydra++", "all")]
+)
 @pytest.mark.parametrize("dtype", FEATURE_DTYPES)
-def test_stored_and_online_features_give_the_same_loss_bit_for_bit(tmp_path, tiny_llama, dtype, final):
+def test_stored_and_online_features_give_the_same_loss_bit_for_bit(tmp_path, tiny_llama, dtype, name, final):
     """Online: what the target computes in the packed row, rounded. Stored: the very same numbers by way of a store, less the rows that
-    are not kept. Neither what stands in those rows (NaN for final states; any numbers for taps, which attention weighs with zero) nor
-    their absence changes a bit of the loss or of a gradient."""
-    net, bare = make_net(tiny_llama), odd_chats(tiny_llama)
+    are not kept. Neither what stands in those rows (NaN where final states only teach; any numbers in context, which attention weighs
+    with zero) nor their absence changes a bit of the loss or of a gradient."""
+    net, bare = make_net(tiny_llama, name), odd_chats(tiny_llama)
     write_store(tmp_path / "bare", bare, tiny_llama.identity)
     tokens = TokenStore.open(tmp_path / "bare")
     plan = RowPlan(read_chats(tokens, LENGTH), LENGTH, seed=5)
@@ -199,15 +211,19 @@ def test_stored_and_online_features_give_the_same_loss_bit_for_bit(tmp_path, tin
         whole_rows += 2
         wanted = loss_and_gradients(net, tiny_llama, batch, online[rows.start])
         found = batch.features
-        hidden = torch.ones(batch.sequences.ids_BT.shape, dtype=torch.bool)  # rows without taps
+        untapped, unstated = (torch.ones(batch.sequences.ids_BT.shape, dtype=torch.bool) for _ in range(2))
         for b, row in enumerate(rows):
             for index, span in stream._spans(row):
-                context, _ = kept_rows(store.chat(index).supervised, final)
-                hidden[b, span.start : span.start + context] = False
-        noise = torch.randn(found.taps_BTAD.shape, generator=torch.Generator().manual_seed(1)).bfloat16() * 50
-        loud = Features(torch.where(hidden[..., None, None], noise, found.taps_BTAD), found.final_BTD)
-        if final == "taught":
-            assert found.final_BTD.isnan().any()
+                context, kept = kept_rows(store.chat(index).supervised, final)
+                untapped[b, span.start : span.start + context] = False
+                unstated[b, span.start + kept] = False
+        g = torch.Generator().manual_seed(1)
+        taps, states = (50 * torch.randn(x.shape, generator=g).bfloat16() for x in (found.taps_BTAD, found.final_BTD))
+        states[:] = float("nan") if final == "taught" else states
+        loud = Features(
+            torch.where(untapped[..., None, None], taps, found.taps_BTAD),
+            torch.where(unstated[..., None], states, found.final_BTD),
+        )
         for features in (found, loud):
             loss, gradients = loss_and_gradients(net, tiny_llama, batch, features)
             assert torch.equal(loss, wanted[0]) and torch.isfinite(loss)
