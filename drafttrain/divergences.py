@@ -11,15 +11,28 @@ Shapes: N elements, M rows of the target that teach them, H drafter width, D tar
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
 from drafttrain.errors import UserError
+
+
+class computed_once:
+    """A method read like an attribute and computed when first read: functools.cached_property without the lock that it has before
+    Python 3.12, which torch.compile cannot enter."""
+
+    def __init__(self, compute: Callable[[Any], Tensor]):
+        self.compute, self.name = compute, compute.__name__
+
+    def __get__(self, record: Any, owner: type) -> Tensor:
+        value = self.compute(record)
+        setattr(record, self.name, value)  # found before this method from now on
+        return value
 
 
 class Teacher(Protocol):
@@ -38,20 +51,20 @@ class Taught:
     def __init__(self, teacher: Teacher, final_MD: Tensor):
         self.teacher, self.final_MD = teacher, final_MD
 
-    @cached_property
+    @computed_once
     def logits_MV(self) -> Tensor:
         with torch.no_grad():
             return self.teacher.logits(self.final_MD).float()
 
-    @cached_property
+    @computed_once
     def p_MV(self) -> Tensor:
         return self.logits_MV.softmax(-1)
 
-    @cached_property
+    @computed_once
     def log_p_MV(self) -> Tensor:
         return self.logits_MV.log_softmax(-1)
 
-    @cached_property
+    @computed_once
     def log_mass_M(self) -> Tensor:
         with torch.no_grad():
             return self.teacher.log_mass(self.final_MD, self.logits_MV)
@@ -76,28 +89,28 @@ class Scored:
         """[N, ...]: each element's part of something that the target has for every row [M, ...]."""
         return value_M if self.row_N is None else value_M[self.row_N]
 
-    @cached_property
+    @computed_once
     def log_sum_N(self) -> Tensor:
         """log q = logits - this."""
         return self.logits_NV.logsumexp(-1)
 
-    @cached_property
+    @computed_once
     def log_q_NV(self) -> Tensor:
         return self.logits_NV - self.log_sum_N[:, None]
 
-    @cached_property
+    @computed_once
     def log_q_label_N(self) -> Tensor:
         return self.logits_NV.gather(1, self.label_N[:, None])[:, 0] - self.log_sum_N
 
-    @cached_property
+    @computed_once
     def p_NV(self) -> Tensor:
         return self.of_teacher(self.taught.p_MV)
 
-    @cached_property
+    @computed_once
     def log_p_NV(self) -> Tensor:
         return self.of_teacher(self.taught.log_p_MV)
 
-    @cached_property
+    @computed_once
     def log_alpha_N(self) -> Tensor:
         """log sum_v min(c p(v), q(v)), by exponents: alpha itself may be too small for a float."""
         log_c_N1 = self.of_teacher(self.taught.log_mass_M)[:, None]

@@ -6,9 +6,12 @@ import pytest
 import yaml
 
 from drafttrain.decoding.methods import Method
+from drafttrain.divergences import JSD, LKAlpha, SmoothL1, SoftCrossEntropy
 from drafttrain.drafters.base import DrafterConfig
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
+from drafttrain.losses import Distillation
+from drafttrain.position_weights import Decay, DPace, Uniform
 from drafttrain.recipe import BASES, Recipe, build_recipe, load_recipe, sections_help
 from drafttrain.recipe_build import choices, places
 from drafttrain.recipe_files import Written, load_value
@@ -158,6 +161,59 @@ def test_unknown_class_gets_the_list(base):
     assert "'Eagle4'" in sentence and "Eagle3" in sentence and "OtherDrafter" in sentence
     assert "known are" in refused([base], ("drafter.class_path", "no.such.module.Drafter"))
     assert "JsonlPrompts, SelfPrompts" in refused([base], ("prepare.prompts", "[{class_path: Jsonl}]"))
+
+
+OBJECTIVE = """\
+objective:
+  class_path: Distillation
+  init_args:
+    divergences:
+      - {class_path: SmoothL1}
+      - {class_path: JSD, init_args: {beta: 0.3, weight: 0.1}}
+    positions: {class_path: DPace, init_args: {smoothing: 0.25}}
+    reduction: drafts
+"""
+
+
+def test_an_objective_is_put_together_in_the_recipe(base, write):
+    recipe, _ = load_recipe([base, write(OBJECTIVE, "objective.yaml")])
+    assert recipe.objective == Distillation([SmoothL1(), JSD(0.3, weight=0.1)], DPace(0.25), "drafts")
+    assert build_recipe(Written(tree=recipe.plain())).objective == recipe.objective
+    assert load_recipe([base])[0].objective == Distillation([SoftCrossEntropy()], Decay(0.8), "depths", 0)
+    short = load_recipe([base], [("objective.init_args.divergences", "[LKAlpha]"), ("objective.init_args.positions", "Uniform")])[
+        0
+    ]
+    assert short.objective == Distillation([LKAlpha()], Uniform())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (
+            "SmoothL1",
+            "SmoothL2",
+            "'objective.init_args.divergences[0].class_path' ({} line 5) names no divergence: got 'SmoothL2', known are",
+        ),
+        (
+            "SmoothL1",
+            "SmoothL2",
+            "HardCrossEntropy, JSD, LKAlpha, LKLambda, ReverseKL, SmoothL1, SoftCrossEntropy, TopKCrossEntropy, Total",
+        ),
+        (
+            "DPace",
+            "Pace",
+            "names no position weight: got 'Pace', known are DPace, Decay, Exponential, Streak, Uniform, ValidPrefix",
+        ),
+        ("DPace", "SmoothL1", "names no position weight: got 'SmoothL1'"),
+        ("beta: 0.3", "beta: 1.0", "beta of JSD is 1.0, but must be above 0 and below 1"),
+        ("beta: 0.3", "bate: 0.3", "unknown key 'objective.init_args.divergences[1].init_args.bate'"),
+        ("reduction: drafts", "reduction: weights", "reduction is weights, but those of DPace are not known"),
+    ],
+)
+def test_an_objective_that_cannot_be_is_refused_in_a_sentence(base, write, before, after, words):
+    file = write(OBJECTIVE.replace(before, after), "objective.yaml")
+    sentence = refused([base, file])
+    assert words.format(file) in sentence and "\n" not in sentence
 
 
 def test_a_class_of_the_wrong_kind_is_refused(base):

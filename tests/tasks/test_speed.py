@@ -5,8 +5,11 @@ import torch
 from tiny_run import logged, make_run, start
 from torch._dynamo.utils import counters
 
+from drafttrain.divergences import Divergence, TopKCrossEntropy
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.losses import Distillation
+from drafttrain.position_weights import DPace, Exponential, ValidPrefix
+from drafttrain.recipe_build import choices
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.tasks.speed import GraphedRead, make_score
@@ -49,10 +52,21 @@ def loss_and_gradients(net, score, target, seed):
     return {"loss": loss.detach(), **metrics} | {name: weight.grad.clone() for name, weight in net.named_parameters()}
 
 
+EVERY = [cls() for cls in choices(Divergence).values()]
+OBJECTIVES = {
+    "EAGLE-3": Distillation(),
+    "all in chunks": Distillation(EVERY, DPace(), "drafts", chunk=80),
+    "all at once": Distillation(EVERY, ValidPrefix(), "depths"),
+    "weights": Distillation([TopKCrossEntropy()], Exponential(3.0), "weights"),
+}
+
+
 @pytest.mark.slow
-def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(tiny_llama):
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(tiny_llama, name):
+    """In chunks, once for each number of chunks: these batches score 94 to 141 elements, so two."""
     net = make_net(tiny_llama)
-    objective, teacher = Distillation(), TargetTeacher(tiny_llama, net)
+    objective, teacher = OBJECTIVES[name], TargetTeacher(tiny_llama, net)
     plain, compiled = (make_score(net, objective, teacher, 3, compile=flag) for flag in (False, True))
     counters.clear()
     for seed in range(4):

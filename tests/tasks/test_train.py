@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from tiny_run import logged, make_run, ragged_chats, start, write_store
 
 from drafttrain.data.features import FEATURE_DTYPES
-from drafttrain.divergences import ReverseKL
+from drafttrain.divergences import HardCrossEntropy, LKLambda, ReverseKL, SoftCrossEntropy
 from drafttrain.errors import UserError
-from drafttrain.position_weights import Decay, Uniform
+from drafttrain.position_weights import Decay, DPace, Exponential, Uniform, ValidPrefix
 from drafttrain.tasks.checkpoints import find_last
 
 
@@ -45,10 +45,20 @@ class Tell(pl.Callback):
 # ---- what must not change the numbers --------------------------------------------------------------------------------------
 
 
-def test_eight_accumulations_equal_one_batch_of_eight(tmp_path, tiny_llama, llama):
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {},
+        {"divergences": [SoftCrossEntropy(), LKLambda()], "positions": DPace(), "reduction": "drafts"},
+        {"positions": ValidPrefix(0.9), "chunk": 16},
+        {"divergences": [HardCrossEntropy()], "positions": Exponential(2.0), "reduction": "weights"},
+    ],
+    ids=["depths", "drafts", "chunks", "weights"],
+)
+def test_eight_accumulations_equal_one_batch_of_eight(tmp_path, tiny_llama, llama, objective):
     narrow, wide = (make_run(tmp_path / name, tiny_llama) for name in ("narrow", "wide"))
-    start(narrow, llama, trainer={"accumulate_grad_batches": 8})
-    start(wide, llama, data={"rows": 8})
+    start(narrow, llama, trainer={"accumulate_grad_batches": 8}, objective=objective)
+    start(wide, llama, data={"rows": 8}, objective=objective)
     for depth in ("", "_depth_1", "_depth_3"):
         a, b = logged(narrow, f"train/loss{depth}"), logged(wide, f"train/loss{depth}")
         assert a.keys() == b.keys() == {1, 2, 3, 4}

@@ -1,0 +1,208 @@
+"""Every divergence against loops over plain numbers: its value, and its gradient by differences of those loops."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from drafttrain.divergences import (
+    JSD,
+    Divergence,
+    HardCrossEntropy,
+    LKAlpha,
+    LKLambda,
+    ReverseKL,
+    Scored,
+    SmoothL1,
+    SoftCrossEntropy,
+    Taught,
+    TopKCrossEntropy,
+    TotalVariation,
+)
+from drafttrain.errors import UserError
+from drafttrain.recipe_build import choices
+
+WORDS, WIDTH, ROWS = 9, 5, [0, 2, 2, 1]
+SAYABLE = {"full": list(range(WORDS)), "reduced": [0, 2, 3, 5, 6, 8]}
+ALL = [
+    SoftCrossEntropy(),
+    HardCrossEntropy(),
+    ReverseKL(),
+    JSD(),
+    JSD(0.2),
+    TotalVariation(),
+    LKAlpha(),
+    LKLambda(),
+    LKLambda(kl_scale=0.7, kl_decay=3.0),
+    TopKCrossEntropy(2),
+    TopKCrossEntropy(99),
+    SmoothL1(),
+]
+
+
+class Table:
+    """A teacher whose logits are linear in the row's final state, over a vocabulary of which some words can be said."""
+
+    def __init__(self, ids: list[int]):
+        g = torch.Generator().manual_seed(3)
+        self.weight_VD, self.ids, self.asked = 2 * torch.randn(WORDS, WIDTH, generator=g), ids, []
+
+    def logits(self, final_ND: Tensor) -> Tensor:
+        self.asked.append("logits")
+        return (final_ND @ self.weight_VD.T)[:, self.ids]
+
+    def log_mass(self, final_ND: Tensor, logits_NV: Tensor) -> Tensor:
+        self.asked.append("log_mass")
+        return logits_NV.logsumexp(-1) - (final_ND @ self.weight_VD.T).logsumexp(-1)
+
+
+@pytest.fixture(params=SAYABLE)
+def teacher(request):
+    return Table(SAYABLE[request.param])
+
+
+def numbers(teacher: Table):
+    """The drafter's states [N, D] and logits [N, V], labels [N], the target's final states [M, D]."""
+    g = torch.Generator().manual_seed(1)
+    final_MD = torch.randn(3, WIDTH, generator=g)
+    hidden_ND = 1.5 * torch.randn(len(ROWS), WIDTH, generator=g)
+    logits_NV = 2 * torch.randn(len(ROWS), len(teacher.ids), generator=g)
+    return hidden_ND, logits_NV, torch.tensor([1, 0, 4, 1]), final_MD
+
+
+def softmax(logits: list[float]) -> list[float]:
+    top = sum(math.exp(x) for x in logits)
+    return [math.exp(x) / top for x in logits]
+
+
+def by_hand(divergence: Divergence, state, logits, label: int, final, teacher: Table, share: float | None) -> float:
+    """One element, from its definition. `share` is LKLambda's w, which has no gradient; None computes it."""
+    q = softmax(logits)
+    whole = softmax([sum(w * x for w, x in zip(row, final, strict=True)) for row in teacher.weight_VD.tolist()])
+    mass = sum(whole[i] for i in teacher.ids)
+    p, words = [whole[i] / mass for i in teacher.ids], range(len(teacher.ids))
+    alpha = sum(min(whole[i], q[v]) for v, i in enumerate(teacher.ids))
+
+    def kl(a, b):
+        return sum(a[v] * math.log(a[v] / b[v]) for v in words)
+
+    match divergence:
+        case SoftCrossEntropy():
+            return -sum(p[v] * math.log(q[v]) for v in words)
+        case HardCrossEntropy():
+            return -math.log(q[label])
+        case ReverseKL():
+            return kl(q, p)
+        case JSD(beta=beta):
+            m = [beta * p[v] + (1 - beta) * q[v] for v in words]
+            return beta * kl(p, m) + (1 - beta) * kl(q, m)
+        case TotalVariation():
+            return sum(abs(p[v] - q[v]) for v in words) / 2
+        case LKAlpha():
+            return -math.log(alpha)
+        case LKLambda(kl_scale=scale, kl_decay=decay):
+            w = scale * math.exp(-decay * alpha) if share is None else share
+            return w * kl(p, q) + (1 - w) * (1 - alpha)
+        case TopKCrossEntropy(k=k):
+            return -sum(p[v] * math.log(q[v]) for v in sorted(words, key=lambda v: -p[v])[:k])
+        case SmoothL1():
+            gaps = [abs(a - b) for a, b in zip(state, final, strict=True)]
+            return sum(d * d / 2 if d < 1 else d - 0.5 for d in gaps) / len(gaps)
+
+
+def share_by_hand(divergence: Divergence, logits, final, teacher: Table) -> float | None:
+    if not isinstance(divergence, LKLambda):
+        return None
+    alpha = math.exp(-by_hand(LKAlpha(), None, logits, 0, final, teacher, None))
+    return divergence.kl_scale * math.exp(-divergence.kl_decay * alpha)
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["pooled rows", "a row for each"])
+@pytest.mark.parametrize("divergence", ALL, ids=repr)
+def test_values_and_gradients_equal_loops(divergence, teacher, each):
+    hidden_ND, logits_NV, label_N, final_MD = numbers(teacher)
+    inputs = hidden_ND.requires_grad_(), logits_NV.requires_grad_()
+    row_N = torch.tensor(ROWS)
+    taught = Taught(teacher, final_MD[row_N] if each else final_MD)
+    loss_N = divergence.of(Scored(*inputs, label_N, taught, None if each else row_N))
+    loss_N.sum().backward()
+    for n, row in enumerate(ROWS):
+        state, logits, final = hidden_ND[n].tolist(), logits_NV[n].tolist(), final_MD[row].tolist()
+        share = share_by_hand(divergence, logits, final, teacher)
+
+        def value(state, logits, final=final, n=n, share=share):
+            return by_hand(divergence, state, logits, int(label_N[n]), final, teacher, share)
+
+        assert float(loss_N[n].detach()) == pytest.approx(value(state, logits), rel=1e-4, abs=1e-6)
+        for tensor, place in zip(inputs, range(2), strict=True):
+            grad = torch.zeros_like(tensor[n]) if tensor.grad is None else tensor.grad[n]
+            for i in range(len(grad)):
+                up, down = ([list(state), list(logits)] for _ in range(2))
+                up[place][i] += 1e-6
+                down[place][i] -= 1e-6
+                assert float(grad[i]) == pytest.approx((value(*up) - value(*down)) / 2e-6, rel=1e-3, abs=1e-5)
+
+
+def test_every_divergence_is_tried_here_and_named_once():
+    tried = {type(divergence).__name__: type(divergence).name for divergence in ALL}
+    ours = {name for name, cls in choices(Divergence).items() if cls.__module__.startswith("drafttrain.")}
+    assert tried.keys() == ours and len(set(tried.values())) == len(tried)
+
+
+@pytest.mark.parametrize(
+    ("divergence", "asked"),
+    [
+        (HardCrossEntropy(), []),
+        (SmoothL1(), []),
+        (SoftCrossEntropy(), ["logits"]),
+        (TopKCrossEntropy(), ["logits"]),
+        (LKLambda(), ["log_mass", "logits"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_nobody_asks_for_is_not_computed(divergence, asked):
+    teacher = Table(SAYABLE["reduced"])
+    hidden_ND, logits_NV, label_N, final_MD = numbers(teacher)
+    divergence.of(Scored(hidden_ND, logits_NV, label_N, Taught(teacher, final_MD), torch.tensor(ROWS)))
+    assert sorted(teacher.asked) == asked
+
+
+def test_a_draft_that_is_never_accepted_has_a_finite_loss_and_gradient():
+    """alpha of e^-200 is nothing in fp32; its logarithm and the way out are not."""
+    logits_NV = torch.tensor([[200.0, 0.0]], requires_grad=True)
+    teacher = Table([0, 1])
+    teacher.logits = lambda final_ND: torch.tensor([[-200.0, 0.0]])
+    teacher.log_mass = lambda final_ND, logits: torch.zeros(1)
+    taught = Taught(teacher, torch.zeros(1, WIDTH))
+    for divergence in (LKAlpha(), LKLambda(), JSD(), ReverseKL(), TotalVariation(), SoftCrossEntropy()):
+        [loss] = divergence.of(Scored(torch.zeros(1, WIDTH), logits_NV, torch.tensor([0]), taught, None))
+        (gradient,) = torch.autograd.grad(loss, logits_NV)
+        assert loss.isfinite() and gradient.isfinite().all(), divergence
+        if isinstance(divergence, LKAlpha):
+            assert float(loss.detach()) == pytest.approx(200 - math.log(2), rel=1e-4) and float(gradient[0, 0]) > 0.4
+
+
+def test_states_of_another_width_are_refused():
+    teacher = Table(SAYABLE["full"])
+    _, logits_NV, label_N, final_MD = numbers(teacher)
+    scored = Scored(torch.zeros(len(ROWS), WIDTH + 1), logits_NV, label_N, Taught(teacher, final_MD), torch.tensor(ROWS))
+    with pytest.raises(UserError, match="SmoothL1 compares the drafter's states, 6 wide, with the target's, 5 wide"):
+        SmoothL1().of(scored)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: JSD(1.0), "beta of JSD is 1.0, but must be above 0 and below 1"),
+        (lambda: JSD(0.0), "beta of JSD is 0.0"),
+        (lambda: TopKCrossEntropy(0), "k of TopKCrossEntropy is 0"),
+        (lambda: LKLambda(kl_scale=1.5), "kl_scale of LKLambda is 1.5"),
+        (lambda: LKLambda(kl_decay=-1.0), "kl_decay of LKLambda is -1.0"),
+        (lambda: SmoothL1(weight=0.0), "weight of SmoothL1 is 0.0, but must be a number above 0; leave the divergence out"),
+        (lambda: ReverseKL(weight=math.nan), "weight of ReverseKL is nan"),
+    ],
+)
+def test_a_divergence_cannot_hold_nonsense(make, sentence):
+    with pytest.raises(UserError, match=sentence):
+        make()
