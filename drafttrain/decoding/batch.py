@@ -19,7 +19,7 @@ from torch import Tensor
 
 from drafttrain.decoding.proposer import Proposer
 from drafttrain.decoding.sampling import Sampling, choose_tokens, stream_of
-from drafttrain.decoding.tree import ancestors, depths
+from drafttrain.decoding.tree import Branched, branched, place_depths
 from drafttrain.decoding.verify import Verifier
 from drafttrain.target.target import Target
 from drafttrain.types import Features, Proposal, Request
@@ -128,6 +128,7 @@ class Batch:
         if self.proposer is None or self.proposer.chain:
             position_BP, visible_BPS = slots_BP, keys_BS[:, None, :] <= slots_BP[:, :, None]
         else:
+            proposal = branched(proposal)
             position_BP, visible_BPS, keys_BS = self._branches(proposal, length_B, keys_BS)
         self.cache.address(slots_BP, extent)
         ids_BP = torch.cat([anchor_B1, proposal.tokens_BN], dim=1)
@@ -141,17 +142,15 @@ class Batch:
         self.said_BX[:width, 0], self.said_BX[:width, 1 : said_BT.shape[1] + 1] = verdict.accepted_B, said_BT
         self._read = features, verdict.path_BK
 
-    def _branches(self, proposal: Proposal, length_B: Tensor, keys_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _branches(self, proposal: Branched, length_B: Tensor, keys_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Positions of the places, what they see, and the positions of the slots, of a tree."""
-        seen_BNN = ancestors(proposal.parents_BN)
-        depth_BN = depths(seen_BNN)
-        depth_BP = torch.nn.functional.pad(depth_BN, (1, 0))
+        depth_BP = place_depths(proposal.seen_BNN)
         number_BS = keys_BS - length_B[:, None] - 1  # which node stands at a slot
         inside_BS = (number_BS >= 0) & (number_BS < self.nodes)
         index_BS = number_BS.clamp(0, self.nodes - 1)
-        seen_BPN = torch.nn.functional.pad(seen_BNN, (0, 0, 1, 0))
+        seen_BPN = torch.nn.functional.pad(proposal.seen_BNN, (0, 0, 1, 0))
         on_branch = seen_BPN.gather(2, index_BS[:, None].expand(-1, self.nodes + 1, -1)) & inside_BS[:, None]
-        keys_BS = torch.where(inside_BS, length_B[:, None] + depth_BN.gather(1, index_BS), keys_BS)
+        keys_BS = torch.where(inside_BS, length_B[:, None] + depth_BP.gather(1, index_BS + 1), keys_BS)
         return length_B[:, None] + depth_BP, (number_BS < 0)[:, None] | on_branch, keys_BS
 
     def _commit(self, extent: int) -> None:

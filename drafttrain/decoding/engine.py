@@ -174,6 +174,26 @@ class Engine:
                 self._round()
             yield from self._finished(batch, overrun)
 
+    def record(self, requests: Sequence[Request]) -> None:
+        """Have every round recorded that answering these prompts one at a time may need, and buffers that suffice: then none is recorded
+        while somebody times them. Nothing to do where no graphs are used.
+
+        Raises:
+            UserError: a prompt that does not fit the target.
+        """
+        if not self.graphed:
+            return
+        longest = max(requests, key=lambda r: len(r.ids) + r.limit)
+        list(self.generate([longest]))
+        assert self._rounds is not None
+        for extent in sorted({self.extent(len(r.ids) + said) for r in requests for said in range(r.limit)}):
+            self._rounds.record(min(extent, self._rounds.batch.capacity))
+
+    @property
+    def rounds_known(self) -> int:
+        """How many shapes of rounds were met and recorded so far."""
+        return self._rounds.known if self._rounds else 0
+
     def extent(self, read: int) -> int:
         """Slots that a round looks at, if the buffers hold as many, where the target has read `read` tokens in the longest row: what a
         graph is recorded for."""
@@ -199,7 +219,7 @@ class Engine:
 
     def _width(self, batch: Batch, needed: int) -> int:
         """Rows to have in play. A GPU keeps to halves of the batch, since every other number is another graph."""
-        if not self._graphed:
+        if not self.graphed:
             return needed
         width = batch.rows
         while width >= 2 * needed and width % 2 == 0:
@@ -207,7 +227,8 @@ class Engine:
         return width
 
     @property
-    def _graphed(self) -> bool:
+    def graphed(self) -> bool:
+        """Whether rounds are recorded as CUDA graphs."""
         return self.use_graphs and self.target.device.type == "cuda"
 
     def _admit(self, batch: Batch, free: list[int], waiting: deque[Request]) -> None:

@@ -106,6 +106,25 @@ class Rounds:
         else:
             self._launched.append(_Launched(said_BX.clone(), None, shape, began, alone))
 
+    @torch.no_grad()
+    def record(self, extent: int) -> None:
+        """Record the rounds of this extent, in every shape that they may have, for the rows in play, which must hold no prompt."""
+        proposer = self.batch.proposer
+        before = self._shape
+        for shape in proposer.round_shapes if proposer else (before,):
+            if proposer:
+                proposer.take_round_shape(shape)
+            while self.graphs and self._key(extent) not in self._recorded:
+                for stage in self._stages(extent).values():  # plainly; at the second time they are recorded first, and replayed
+                    stage()
+        if proposer:
+            proposer.take_round_shape(before)
+
+    @property
+    def known(self) -> int:
+        """Shapes of rounds that were met, and of those that were recorded; it stays the same where nothing was new."""
+        return len(self._seen) + len(self._recorded)
+
     @property
     def in_flight(self) -> int:
         """Rounds launched and not collected."""
@@ -123,8 +142,11 @@ class Rounds:
     def _shape(self) -> int:
         return self.batch.proposer.round_shape if self.batch.proposer else 0
 
+    def _key(self, extent: int) -> tuple[int, int, int]:
+        return self.batch.width, extent, self._shape
+
     def _stages(self, extent: int) -> dict[str, Callable[[], None]]:
-        key = (self.batch.width, extent, self._shape)
+        key = self._key(extent)
         if self.graphs and key in self._seen and key not in self._recorded:
             self._record(key, extent)
         self._seen.add(key)

@@ -44,6 +44,13 @@ class AdaptiveChainProposer(ChainProposer):
     def round_shape(self) -> int:
         return self.active
 
+    @property
+    def round_shapes(self) -> Sequence[int]:
+        return range(1, self.drafts + 1)
+
+    def take_round_shape(self, shape: int) -> None:
+        self.active = shape
+
     def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
         return self._chain(self.active, tokens_BM, length_B, extent)
 

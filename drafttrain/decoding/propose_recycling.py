@@ -28,6 +28,9 @@ class RecyclingProposer(FixedShape):
         self.behind_VK = torch.full((vocab, min(shape.best, vocab)), -1, device=device)
         """-1 behind tokens that were not read yet."""
 
+    def forget_texts(self) -> None:
+        self.behind_VK.fill_(-1)
+
     def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
         token_BW, tokens = tokens_BM.gather(1, length_B[:, None]), []
         for level in self._levels:

@@ -6,10 +6,28 @@ inside a CUDA graph.
 Letters: B rows, N nodes, P = N + 1 places (0 is the anchor, n + 1 is node n).
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from drafttrain.types import Proposal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branched(Proposal):
+    """A proposal with what follows from its parents, worked out once for all who need it."""
+
+    seen_BNN: Tensor
+    """`ancestors` of its nodes."""
+
+
+def branched(proposal: Proposal) -> Branched:
+    """The same proposal with its ancestors."""
+    if isinstance(proposal, Branched):
+        return proposal
+    tokens_BN, parents_BN, valid_BN, q_BPV = proposal.tokens_BN, proposal.parents_BN, proposal.valid_BN, proposal.q_BPV
+    return Branched(tokens_BN, parents_BN, valid_BN, q_BPV, seen_BNN=ancestors(parents_BN))
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
@@ -33,11 +51,10 @@ def depths(ancestors_BNN: Tensor) -> Tensor:
     return ancestors_BNN.sum(-1)
 
 
-def place_depths(parents_BN: Tensor) -> Tensor:
+def place_depths(ancestors_BNN: Tensor) -> Tensor:
     """Depth of each place, 0 for the anchor, int64 [B, P]: a place at depth d of a row whose anchor stands at position a stands
     at position a + d."""
-    depth_BN = depths(ancestors(parents_BN))
-    return torch.cat([depth_BN.new_zeros(len(depth_BN), 1), depth_BN], dim=1)
+    return torch.nn.functional.pad(depths(ancestors_BNN), (1, 0))
 
 
 def check(proposal: Proposal, *, replacement: bool = False) -> None:

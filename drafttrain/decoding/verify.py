@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.decoding.sampling import Sampling, choose_tokens
-from drafttrain.decoding.tree import ancestors, place_depths
+from drafttrain.decoding.tree import branched, place_depths
 from drafttrain.errors import UserError
 from drafttrain.types import Proposal, Verdict
 
@@ -44,6 +44,7 @@ class Match:
         if self.chain:
             position_BP = length_B[:, None] + torch.arange(1, logits_BPV.shape[1] + 1, device=length_B.device)
             return self.of(choose_tokens(logits_BPV, sampling, stream_B, position_BP), proposal)
+        proposal = branched(proposal)
         return self.of(said_at(logits_BPV, proposal, sampling, stream_B, length_B), proposal)
 
     def of(self, said_BP: Tensor, proposal: Proposal) -> Verdict:
@@ -60,7 +61,7 @@ class Match:
         if proposal.valid_BN is not None:
             agrees_BN = agrees_BN & proposal.valid_BN
         # At most one child of a place agrees, so the nodes that agree all the way up form one path; parents have lower indices.
-        kept_BN = (agrees_BN[:, None] | ~ancestors(proposal.parents_BN)).all(-1)
+        kept_BN = (agrees_BN[:, None] | ~branched(proposal).seen_BNN).all(-1)
         accepted_B = kept_BN.sum(-1)
         node_N = torch.arange(N, device=said_BP.device)
         path_BK = torch.where(kept_BN, node_N, N).sort(-1).values[:, : self.depth].clamp(max=max(N - 1, 0))
@@ -70,7 +71,7 @@ class Match:
 
 def said_at(logits_BPV: Tensor, proposal: Proposal, sampling: Sampling, stream_B: Tensor, length_B: Tensor) -> Tensor:
     """The target's own token behind every place, as plain decoding would choose it there, [B, P]."""
-    return choose_tokens(logits_BPV, sampling, stream_B, length_B[:, None] + place_depths(proposal.parents_BN) + 1)
+    return choose_tokens(logits_BPV, sampling, stream_B, length_B[:, None] + place_depths(branched(proposal).seen_BNN) + 1)
 
 
 def drawn_from(proposal: Proposal, sampling: Sampling) -> Tensor:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import mean
+from time import perf_counter
 
 from drafttrain import plots
 from drafttrain.decoding.engine import Engine
@@ -54,6 +56,9 @@ class Benchmark:
         prepared = [method.prepare(target, net, calibration) for method in config.methods]
         self.contenders = [Contender(PLAIN, target, net)]
         self.contenders += [Contender(m.label, target, net, p) for m, p in zip(config.methods, prepared, strict=True)]
+        self.engines: dict[str, Engine] = {}
+        """Of one prompt at a time, at the temperature that is being measured, warm; by label."""
+        self.began = perf_counter()
         self.rows: list[Row] = []
         self.skipped: list[Skipped] = []
         self.differences: list[tuple[float, Difference]] = []
@@ -107,21 +112,32 @@ class Benchmark:
         self, contenders: Sequence[Contender], sampling: Sampling, asked: list[Asked], part: str
     ) -> tuple[dict[str, Engine], dict[str, list[Row]]]:
         """All timed runs: the engines, warm, and the rows by method."""
-        engines = {contender.label: contender.engine(sampling) for contender in contenders}
-        for engine in engines.values():
-            warm_up(engine, asked, self.config.warm_up)
+        engines = {contender.label: self._warm(contender, sampling, asked) for contender in contenders}
         by_method: dict[str, list[Row]] = {label: [] for label in engines}
         for run in range(1, self.config.repeats + 1):
             rows = time_questions(engines, asked, run, part)
             self.rows += rows
             for row in rows:
                 by_method[row.method].append(row)
-            print(bench_report.run_line(rows, self.config.repeats), flush=True)
+            self._say(bench_report.run_line(rows, self.config.repeats))
         return engines, by_method
+
+    def _warm(self, contender: Contender, sampling: Sampling, asked: list[Asked]) -> Engine:
+        """Its engine, warm for these questions, or for some that hold them."""
+        if contender.label not in self.engines:
+            engine = self.engines[contender.label] = contender.engine(sampling)
+            warm_up(engine, asked, self.config.warm_up)
+            self._say(f"warm: {contender.label}, temperature {sampling.temperature:g}")
+        return self.engines[contender.label]
+
+    def _say(self, line: str) -> None:
+        """Where the benchmark stands, behind the seconds since it began."""
+        print(f"{perf_counter() - self.began:7.1f} s  {line}", flush=True)
 
     def _temperature(self, sampling: Sampling, asked: list[Asked], probe: list[Asked], staged: list[Staged]) -> dict:
         """Time plain decoding and every method. Notes the stages of the `probe` questions, if there are any, in `staged`."""
         able = self._able(sampling)
+        self.engines.clear()
         engines, rows = self._time(able, sampling, asked, QUESTIONS)
         tables = {}
         for contender in able:
@@ -130,19 +146,21 @@ class Benchmark:
             self.differences += [(sampling.temperature, difference) for difference in parted]
             facts = method_facts(rows[label], rows[PLAIN], drafts_of(engine)) | {"exact": exact, "different": len(parted)}
             tables[label] = facts | {"graphs_refused": engine.graphs_refused}
-            print(bench_report.method_line(sampling.temperature, label, facts, len(asked)), flush=True)
+            self._say(bench_report.method_line(sampling.temperature, label, facts, len(asked)))
         stages = time_stages(engines, probe) if probe else {}
         staged += [Staged(label, drafts_of(engines[label]), found) for label, found in stages.items()]
         return {"temperature": sampling.temperature, "questions": len(asked), "methods": tables}
 
     def _throughput(self, probe: list[Asked]) -> dict[int, dict[str, list[float]]]:
-        found: dict[int, dict[str, list[float]]] = {}
-        sampling = self.samplings[0]
-        for batch in self.config.batches:
-            able = self._able(sampling)
-            found[batch] = {c.label: throughput(c, sampling, probe, batch, self.config.repeats) for c in able}
-            rates = ", ".join(f"{name} {sum(runs) / len(runs):,.1f}" for name, runs in found[batch].items())
-            print(f"batch {batch}, tokens/s: {rates}", flush=True)
+        """Tokens a second of every run, by batch and method. The largest batch comes first, so that buffers last."""
+        sampling, batches = self.samplings[0], sorted(self.config.batches, reverse=True)
+        found: dict[int, dict[str, list[float]]] = {batch: {} for batch in reversed(batches)}
+        for contender in self._able(sampling) if batches else []:
+            engine = contender.engine(sampling, batches[0])
+            for batch in batches:
+                found[batch][contender.label] = throughput(engine, probe, batch, self.config.repeats)
+            rates = ", ".join(f"{batch}: {mean(runs[contender.label]):,.1f}" for batch, runs in found.items())
+            self._say(f"tokens/s by batch, {contender.label}: {rates}")
         return found
 
     def _lengths(self) -> dict[int, Contender]:
@@ -160,7 +178,7 @@ class Benchmark:
         _, rows = self._time([self.contenders[0], *lengths.values()], self.samplings[0], probe, LENGTHS)
         facts = length_facts({drafts: rows[chain.label] for drafts, chain in lengths.items()}, rows[PLAIN])
         speeds = ", ".join(f"{point['drafts']}: {point['speedup']:.2f}" for point in facts["points"])
-        print(f"speed-up by number of drafts: {speeds}; fastest: {facts['best']}", flush=True)
+        self._say(f"speed-up by number of drafts: {speeds}; fastest: {facts['best']}")
         return facts
 
 

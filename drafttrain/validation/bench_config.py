@@ -27,7 +27,7 @@ class BenchConfig:
     temperatures: list[float] = field(default_factory=lambda: [0.0, 1.0])
     """0 is greedy. Stages, batches and draft lengths are measured at the first of them."""
     warm_up: int = 3
-    """Questions answered untimed before each method; on a GPU more, until the CUDA graphs of all shapes are recorded."""
+    """Questions answered untimed before each method; on a GPU the CUDA graphs of all rounds are recorded before."""
     repeats: int = 3
     """Timed runs over all questions."""
     batches: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64])

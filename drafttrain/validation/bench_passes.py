@@ -4,7 +4,6 @@ Questions are answered one at a time with the device waited for before and after
 reading its prompts is among them. Stages are timed in a pass of their own, since timing them costs a little.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
@@ -23,6 +22,8 @@ from drafttrain.validation.passes import synchronize
 
 WARM_TOKENS = 8
 """Length of the answers that warm a CPU up for a batch."""
+MOST_WARM_UPS = 3
+"""Times that a GPU answers a batch before it is timed, unless it meets no new round before."""
 
 
 @dataclass(frozen=True)
@@ -118,40 +119,10 @@ def answer(engine: Engine, asked: Asked) -> tuple[tuple[Rollout, ...], float]:
 
 
 def warm_up(engine: Engine, asked: Sequence[Asked], least: int) -> None:
-    """Answer the first `least` questions untimed.
-
-    On a GPU a round's graph is of one extent (slots looked at): run plainly when first met and recorded at the second time. So there
-    it goes on, skipping questions that can meet no new extent, until no question will. The longest prompt comes before all, since
-    graphs are lost when buffers grow.
-    """
-    met: Counter[int] = Counter()
-    graphs = _on_gpu(engine)
-    if graphs:
-        list(engine.generate([max((r for each in asked for r in each.requests), key=lambda r: len(r.ids))]))
-    for index, each in enumerate(asked):
-        if index < least or (graphs and any(met[extent] < 2 for extent in _may_meet(engine, each))):
-            found = _meet(engine, each, met)
-            if graphs and any(met[extent] < 2 for extent in found):
-                _meet(engine, each, met)
-
-
-def _meet(engine: Engine, asked: Asked, met: Counter[int]) -> set[int]:
-    found = [extent for rollout in answer(engine, asked)[0] for extent in extents(engine, rollout)]
-    met.update(found)
-    return set(found)
-
-
-def extents(engine: Engine, rollout: Rollout) -> list[int]:
-    """The extent of every round of an answer."""
-    read, found = rollout.prompt_len, []
-    for accepted in rollout.accepted:
-        found.append(engine.extent(read))
-        read += accepted + 1
-    return found
-
-
-def _may_meet(engine: Engine, asked: Asked) -> set[int]:
-    return {engine.extent(len(r.ids) + said) for r in asked.requests for said in range(r.limit)}
+    """Answer the first `least` questions untimed; on a GPU with the rounds of all questions recorded as graphs before."""
+    engine.record([request for each in asked for request in each.requests])
+    for each in asked[:least]:
+        answer(engine, each)
 
 
 def time_questions(engines: Mapping[str, Engine], asked: Sequence[Asked], run: int, part: str) -> list[Row]:
@@ -166,6 +137,8 @@ def time_questions(engines: Mapping[str, Engine], asked: Sequence[Asked], run: i
         RuntimeError: if an engine's records contradict themselves.
     """
     rows = []
+    for engine in engines.values():
+        _forget_texts(engine)
     for each in asked:
         for method, engine in engines.items():
             rollouts, seconds = answer(engine, each)
@@ -227,18 +200,25 @@ def time_stages(engines: Mapping[str, Engine], asked: Sequence[Asked]) -> dict[s
     return {method: timer.stages() for method, timer in timers.items()}
 
 
-def throughput(contender: Contender, sampling: Sampling, asked: Sequence[Asked], batch: int, repeats: int) -> list[float]:
-    """Tokens a second with `batch` answers at a time, in each run: the first turns of the questions, copied as needed."""
-    engine = contender.engine(sampling, batch)
+def throughput(engine: Engine, asked: Sequence[Asked], batch: int, repeats: int) -> list[float]:
+    """Tokens a second with `batch` answers at a time, in each run: the first turns of the questions, copied as needed.
+
+    Args:
+        engine: with as many slots, or more. Of several batches the largest should come first, since graphs are lost when buffers grow.
+    """
     firsts = islice(cycle(each.requests[0] for each in asked), batch)
     requests = [replace(request, key=f"{request.key}#{i}") for i, request in enumerate(firsts)]
-    if _on_gpu(engine):
-        for _ in range(2):  # the same rounds as will be timed, met and then recorded
+    if engine.graphed:
+        for _ in range(MOST_WARM_UPS):  # the same rounds as will be timed, met and then recorded
+            known = engine.rounds_known
             list(engine.generate(requests))
+            if engine.rounds_known == known:
+                break
     else:
         list(engine.generate([replace(request, limit=min(request.limit, WARM_TOKENS)) for request in requests]))
     found = []
     for _ in range(repeats):
+        _forget_texts(engine)
         synchronize(engine.target)
         start = perf_counter()
         rollouts = list(engine.generate(requests))
@@ -247,5 +227,7 @@ def throughput(contender: Contender, sampling: Sampling, asked: Sequence[Asked],
     return found
 
 
-def _on_gpu(engine: Engine) -> bool:
-    return engine.target.device.type == "cuda"
+def _forget_texts(engine: Engine) -> None:
+    """What was learnt from an answer must not help to say it again."""
+    if engine.proposer is not None:
+        engine.proposer.forget_texts()

@@ -1,9 +1,9 @@
 """What a round costs, and what it buys: PYTHONPATH=. python tests/benchmarks/rounds.py --draft EXPORT --prompts FILE.jsonl [flags]
 
-    --count 16 --max-tokens 128 --batch 1 --dtype bfloat16 --drafts 5 --trees 8x32,10x60 [--no-graphs]
+    --count 16 --max-tokens 128 --batch 1 --dtype bfloat16 --drafts 5 --most 8 --trees 8x32,10x60 [--no-graphs]
 
-Every method answers the same prompts (`messages` form) twice, greedily, in one run; the second pass is timed, so that graphs are recorded
-by then. Columns: milliseconds a round by stage (CUDA events; `rest` is what the host adds), tau, tokens a second, against plain decoding with
+Every method answers the same prompts (`messages` form) twice, greedily, in one run, with all graphs of single rows recorded before; the second
+pass is timed. Columns: milliseconds a round by stage (CUDA events; `rest` is what the host adds), tau, tokens a second, against plain decoding with
 the same engine, and answers that differ from plain ones (in bf16 they may, where two logits tie).
 """
 
@@ -17,6 +17,7 @@ import torch
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.graphs import StageClock
 from drafttrain.decoding.measure import count
+from drafttrain.decoding.propose_adaptive import AdaptiveChainProposer
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.propose_ngram import LookupProposer
 from drafttrain.decoding.propose_tree import TreeProposer
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--drafts", type=int, default=5)
+    parser.add_argument("--most", type=int, default=8, help="of an adaptive chain")
     parser.add_argument("--trees", default="4x16,8x32,10x60", help="top_k x nodes, with commas between")
     parser.add_argument("--no-graphs", action="store_true")
     args = parser.parse_args()
@@ -46,6 +48,7 @@ def main() -> None:
     requests = [Request(f"p{i}", tuple(target.render(chat)), args.max_tokens) for i, chat in enumerate(chats)]
     methods = {"plain": None, "lookup": LookupProposer(args.drafts)}
     methods |= {f"chain {k}": ChainProposer(net, k) for k in sorted({2, 3, args.drafts})}
+    methods[f"chain to {args.most}"] = AdaptiveChainProposer(net, args.most)
     for tree in args.trees.split(","):
         top_k, nodes = map(int, tree.split("x"))
         methods[f"tree {tree}"] = TreeProposer(net, args.drafts, top_k, nodes)
@@ -59,6 +62,7 @@ def main() -> None:
     plain, base = {}, 0.0
     for name, proposer in methods.items():
         engine = Engine(target, proposer=proposer, slots=args.batch, graphs=not args.no_graphs)
+        engine.record(requests)
         list(engine.generate(requests))
         _wait(target)
         began = time.perf_counter()

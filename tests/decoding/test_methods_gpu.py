@@ -7,7 +7,7 @@ from decoding.test_methods import METHODS, SAMPLED, drafter, prepared
 
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import count
-from drafttrain.decoding.methods import Chain, DrawnTree
+from drafttrain.decoding.methods import AdaptiveChain, Chain, DrawnTree
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
@@ -29,6 +29,20 @@ def taught(target_folders):
     for half, net in enumerate(nets):
         overfit(target, net, [plain[r.key] for r in requests[half::2]])
     return target, requests, plain, nets
+
+
+def test_a_chain_of_any_length_is_recorded_before(taught):
+    target, requests, plain, nets = taught
+    proposer = AdaptiveChain(4).proposer(nets[0], Sampling())
+    engine = Engine(target, proposer=proposer, slots=1, debug=True)
+    engine.record(requests)
+    known, used = engine.rounds_known, set()
+    honest = proposer.heard
+    proposer.heard = lambda accepted, shape, seconds: (used.add(shape), honest(accepted, shape, seconds))
+    for request in requests * 2:
+        (rollout,) = engine.generate([request])
+        assert rollout.ids.tolist() == plain[request.key].ids.tolist()
+    assert len(used) > 1 and engine.rounds_known == known and engine.graphs_refused is None
 
 
 @pytest.mark.parametrize("name", [*METHODS, *DRAWING])

@@ -31,12 +31,12 @@ def test_ancestors_equal_a_walk_up(nodes):
 def test_depths_count_from_the_anchor():
     parents = torch.tensor([[-1, -1, 0, 2, 1], [-1, 0, 1, 2, 3]])
     assert depths(ancestors(parents)).tolist() == [[1, 1, 2, 3, 2], [1, 2, 3, 4, 5]]
-    assert place_depths(parents).tolist() == [[0, 1, 1, 2, 3, 2], [0, 1, 2, 3, 4, 5]]
+    assert place_depths(ancestors(parents)).tolist() == [[0, 1, 1, 2, 3, 2], [0, 1, 2, 3, 4, 5]]
 
 
 def test_no_nodes_at_all():
     parents = torch.zeros(3, 0, dtype=torch.long)
-    assert ancestors(parents).shape == (3, 0, 0) and place_depths(parents).tolist() == [[0]] * 3
+    assert ancestors(parents).shape == (3, 0, 0) and place_depths(ancestors(parents)).tolist() == [[0]] * 3
 
 
 def proposal(**changes) -> Proposal:

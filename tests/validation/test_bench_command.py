@@ -74,7 +74,7 @@ def test_on_held_out_prompts(made, capsys):
     assert [list(t["methods"]) for t in found["temperatures"]] == [["plain", "chain 2", "lookup 5"]] * 2
     for label in ("plain", "chain 2", "lookup 5"):
         for temperature in ("0", "0.5"):
-            line = next(line for line in out.splitlines() if line.startswith(f"temperature {temperature}, {label}:"))
+            line = next(line for line in out.splitlines() if f" temperature {temperature}, {label}:" in line)
             assert "4 questions" in line and "tokens/s, speed-up" in line and "equal to plain: yes" in line
     assert json.loads((made[1] / "tiny" / "versions.json").read_text()).keys() == {"bench"}
 

@@ -1,24 +1,27 @@
 """The parts of a benchmark one by one: a section that makes no sense, questions, warming up, times by a clock that ticks, and ties."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from drafttrain.decoding import graphs
 from drafttrain.decoding.engine import Engine, generate
-from drafttrain.decoding.methods import Chain, Lookup
+from drafttrain.decoding.methods import AdaptiveChain, Chain, Lookup, Recycling, Tree
 from drafttrain.decoding.propose_ngram import LookupProposer
 from drafttrain.decoding.sampling import Sampling
+from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.types import Request, Rollout
 from drafttrain.validation import bench_passes
 from drafttrain.validation.bench_config import BenchConfig
 from drafttrain.validation.bench_lossless import compare, faults, gap
-from drafttrain.validation.bench_passes import Contender, Row, Stages, extents, throughput, time_questions, time_stages, warm_up
+from drafttrain.validation.bench_passes import Contender, Row, Stages, answer, throughput, time_questions, time_stages, warm_up
 from drafttrain.validation.bench_questions import Asked, Question, choose, probe_of
 from drafttrain.validation.bench_summary import Staged, breakdown, length_facts, method_facts
 from drafttrain.validation.passes import Difference
+from drafttrain.vocab import DraftVocabulary
 
 # ---- the section -------------------------------------------------------------------------------------------------------
 
@@ -69,6 +72,11 @@ def ask(key: str, tokens: int, limit: int = 8) -> Asked:
     return Asked(key, "x", (Request(f"{key}/1", tuple(range(3, 3 + tokens)), limit),))
 
 
+def net_for(target):
+    torch.manual_seed(0)
+    return Eagle3(depth=3, draft_vocab=None).build(target, DraftVocabulary.full(target.vocab)).eval()
+
+
 class Spy(Engine):
     """Notes which prompts it answered; `device` may be made up."""
 
@@ -87,39 +95,76 @@ def test_a_cpu_warms_up_on_the_first_questions(tiny_llama):
     assert engine.heard == ["a/1", "b/1"]
 
 
-@pytest.mark.parametrize("proposer", [None, LookupProposer(3)])
-def test_a_gpu_warms_up_until_every_extent_was_met_twice(tiny_llama, monkeypatch, proposer):
-    """On a CPU in a GPU's clothes. The extents noted by the rounds themselves are those that were counted from the answers; what was
-    met before buffers grew is lost."""
-    monkeypatch.setattr(bench_passes, "_on_gpu", lambda engine: True)
-    launched: list[int] = []
-    honest, begin = graphs.Rounds.launch, graphs.Rounds.__init__
-    monkeypatch.setattr(graphs.Rounds, "launch", lambda self, extent: (launched.append(extent), honest(self, extent))[1])
-    monkeypatch.setattr(graphs.Rounds, "__init__", lambda self, *a: (launched.clear(), begin(self, *a))[1])
-    monkeypatch.setattr("torch.cuda.synchronize", lambda *_: None)
-    asked = [ask(str(n), n, limit=24) for n in (5, 40, 44, 48, 52, 120, 180, 184)]
-    two = Asked("two", "x", (*ask("first", 230).requests, *ask("second", 300).requests))
-    asked.insert(0, replace(two, requests=tuple(replace(r, limit=24) for r in two.requests)))
-    engine = Spy(tiny_llama, proposer=proposer, slots=1)
+@pytest.fixture
+def in_a_gpus_clothes(monkeypatch):
+    """Rounds are "recorded", and replayed by running them; the shapes in the order of recording."""
+    recorded = []
+
+    class Replay:
+        def __init__(self, stage):
+            self.replay = stage
+
+    def record(rounds, key, extent):
+        recorded.append(key)
+        rounds._recorded[key] = {name: Replay(partial(stage, extent)) for name, stage in rounds.batch.stages.items()}
+
+    begin = graphs.Rounds.__init__
+
+    def begun(rounds, batch, use):
+        begin(rounds, batch, False)
+        rounds.graphs = True
+
+    monkeypatch.setattr(graphs.Rounds, "__init__", begun)
+    monkeypatch.setattr(graphs.Rounds, "_record", record)
+    monkeypatch.setattr(Engine, "graphed", True)
+    return recorded
+
+
+@pytest.mark.parametrize("method", [None, Lookup(3), AdaptiveChain(3), Tree(3, 2, 5), Chain(2, draw=True), Recycling(8, 3, 3)])
+def test_a_gpu_has_every_round_recorded_before(tiny_llama, in_a_gpus_clothes, method):
+    """Whatever is said then, and whatever length a chain takes, nothing new is recorded; and what is said is what a fresh engine says."""
+    sampling = Sampling(temperature=0.9)
+    contender = Contender("x", tiny_llama, net_for(tiny_llama), method)
+    asked = [ask(str(n), n, limit=24) for n in (5, 40, 120, 184)]
+    engine = contender.engine(sampling)
     warm_up(engine, asked, 1)
-    met = list(launched)
-    assert engine.heard[0] == "second/1" and "48/1" not in engine.heard, "questions that meet nothing new are skipped"
-    launched.clear()
-    rollouts = [rollout for each in asked for rollout in engine.generate(each.requests)]
-    assert [e for r in rollouts for e in extents(engine, r)] == launched
-    assert all(met.count(extent) >= 2 for extent in set(launched))
+    shapes = {shape for _, _, shape in in_a_gpus_clothes}
+    extents = {engine.extent(n + said) for n in (5, 40, 120, 184) for said in range(24)}
+    assert shapes == ({1, 2, 3} if isinstance(method, AdaptiveChain) else {0})
+    assert set(in_a_gpus_clothes) == {(1, extent, shape) for extent in extents for shape in shapes}
+    count = len(in_a_gpus_clothes)
+    answers = [answer(engine, each)[0][0].ids.tolist() for each in asked * 2]
+    assert len(in_a_gpus_clothes) == count == len(set(in_a_gpus_clothes))
+    assert answers == [answer(contender.engine(sampling), each)[0][0].ids.tolist() for each in asked * 2]
 
 
-def test_an_extent_that_was_met_once_is_met_again(tiny_llama, monkeypatch):
-    """The last of 24 rounds reads token 63 and looks at a second block, which a graph is recorded for the second time only."""
-    monkeypatch.setattr(bench_passes, "_on_gpu", lambda engine: True)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda *_: None)
+def test_a_cpu_records_nothing(tiny_llama):
     engine = Spy(tiny_llama, slots=1)
-    (rollout,) = engine.generate(ask("a", 40, limit=25).requests)
-    assert extents(engine, rollout) == [64] * 23 + [128]
-    engine.heard.clear()
-    warm_up(engine, [ask("a", 40, limit=25)], 1)
-    assert engine.heard == ["a/1"] * 3, "once for the size of the buffers, then twice"
+    engine.record(ask("a", 5).requests)
+    assert not engine.heard and engine.rounds_known == 0
+
+
+def test_a_batch_is_answered_until_nothing_new_is_recorded(tiny_llama, in_a_gpus_clothes, monkeypatch):
+    engine = Spy(tiny_llama, slots=4)
+    for batch, passes in (
+        (4, 2),
+        (4, 1),
+        (2, 2),
+        (2, 1),
+    ):  # met and recorded until nothing is new; two rows meet a last one alone
+        engine.heard.clear()
+        throughput(engine, [ask("a", 5, limit=9), ask("b", 5, limit=5)], batch, 2)
+        assert len(engine.heard) == batch * (passes + 2)
+    assert len(set(in_a_gpus_clothes)) == len(in_a_gpus_clothes)
+
+
+def test_what_was_said_before_does_not_help_to_say_it_again(tiny_llama):
+    """Token Recycling learns from every pass; each run begins as the first did."""
+    engine = Contender("x", tiny_llama, net_for(tiny_llama), Recycling(8, 3, 3)).engine(Sampling())
+    asked = [ask("a", 5, limit=24), ask("b", 9, limit=24)]
+    first, second = (time_questions({"x": engine}, asked, run, "questions") for run in (1, 2))
+    assert [row.accepted for row in first] == [row.accepted for row in second]
+    assert throughput(engine, asked, 1, 1) and engine.proposer.behind_VK.max() >= 0
 
 
 # ---- time --------------------------------------------------------------------------------------------------------------
@@ -160,15 +205,10 @@ def test_an_answer_of_one_token_is_all_prefill(tiny_llama, ticking):
     assert found == {"plain": Stages(tokens=1, rounds=0, prefill=1.0, draft=0.0, check=0.0, commit=0.0, rest=0.0)}
 
 
-def test_throughput_copies_questions_as_needed(tiny_llama, ticking, monkeypatch):
-    spies: list[Spy] = []
-    monkeypatch.setattr(
-        Contender, "engine", lambda self, sampling, slots: spies.append(Spy(tiny_llama, slots=slots)) or spies[-1]
-    )
-    rates = throughput(Contender("plain", tiny_llama, None), Sampling(), [ask("a", 5), ask("b", 9)], 5, 3)
-    assert rates == [5 * 8.0] * 3
-    keys = ["a/1#0", "b/1#1", "a/1#2", "b/1#3", "a/1#4"]
-    assert spies[0].slots == 5 and spies[0].heard == keys * 4, "a warm-up and three runs"
+def test_throughput_copies_questions_as_needed(tiny_llama, ticking):
+    engine = Spy(tiny_llama, slots=8)
+    assert throughput(engine, [ask("a", 5), ask("b", 9)], 5, 3) == [5 * 8.0] * 3
+    assert engine.heard == ["a/1#0", "b/1#1", "a/1#2", "b/1#3", "a/1#4"] * 4, "a warm-up and three runs"
 
 
 # ---- numbers by hand ---------------------------------------------------------------------------------------------------
