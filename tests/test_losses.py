@@ -1,6 +1,7 @@
 """Distillation against loops, chunked against plain, and what a chunk may hold."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -153,6 +154,21 @@ def results(objective: Distillation, drafted: Drafted, model: Linear) -> dict[st
     return {name: term.sum.detach() for name, term in terms.items()} | metrics | dict(zip("abc", grads, strict=True))
 
 
+@pytest.mark.parametrize("chunk", [0, 5])
+@pytest.mark.parametrize("positions", [DPace(), Streak(), ValidPrefix(0.9)], ids=repr)
+def test_no_gradient_flows_through_a_weight(positions, chunk):
+    ids_V = SAYABLE["reduced"]
+    drafted, model = drafted_of(ids_V), Linear(ids_V)
+    terms, _ = Distillation([HardCrossEntropy()], positions, "drafts", chunk).terms(drafted, model.student, model, DEPTH)
+    log_q_NV = model.student(drafted.hidden_NH, drafted.prev_N).log_softmax(-1)
+    label_N = torch.searchsorted(ids_V, drafted.label_N)
+    log_q_N, right_N = log_q_NV[torch.arange(len(label_N)), label_N], log_q_NV.argmax(-1) == label_N
+    given = Guesses(drafted.depth_N, drafted.draft_N, DRAFTS, DEPTH, log_q_N.detach().exp(), right_N)
+    wanted = -(positions.of_guesses(given) * log_q_N).sum()
+    grads = [torch.autograd.grad(value, drafted.hidden_NH)[0] for value in (terms["drafts"].sum, wanted)]
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 @pytest.mark.parametrize("divergence", [*EVERY, None], ids=lambda d: type(d).__name__)
 def test_chunked_equals_plain(ids_V, divergence, chunk):
@@ -185,6 +201,27 @@ def test_a_chunk_holds_only_its_own_logits_of_either_model():
         assert max(model.spoken) <= (chunk or N)
     assert any(shape[-1:] == (WORDS,) and len(shape) == 2 for shape in kept[0])
     assert not any(WORDS in shape for shape in kept[4])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("chunk", [0, 4])
+@pytest.mark.parametrize("positions", [Decay(), DPace(), ValidPrefix()], ids=repr)
+def test_the_host_never_waits_for_the_device(chunk, positions):
+    ids_V = SAYABLE["reduced"]
+    drafted, model, device = drafted_of(ids_V), Linear(ids_V), torch.device("cuda")
+    columns = {name: value.detach().to(device) for name, value in vars(drafted).items() if isinstance(value, Tensor)}
+    drafted = replace(drafted, **columns | {"hidden_NH": columns["hidden_NH"].requires_grad_()})
+    for name in ("ids_V", "teacher_VD", "student_VH", "bias_V"):
+        value = getattr(model, name)
+        setattr(model, name, value.detach().to(device).requires_grad_(value.requires_grad))
+    objective = Distillation(EVERY, positions, "drafts", chunk)
+    results(objective, drafted, model)  # libraries wait when they are first used
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results(objective, drafted, model)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_teacher_speaks_once_for_each_row_where_all_is_held():
