@@ -151,7 +151,10 @@ def _write_features(
 
 
 def read_record(folder: Path, index: int) -> ShardRecord | None:
-    """The record of a finished shard, None if the shard is not finished. UserError if it or a file of it is missing or damaged."""
+    """The record of a finished shard, None if the shard is not finished. UserError if it or a file of it is missing or damaged.
+
+    Features alone may be missing: then this is a shard without them, to which they can be added.
+    """
     path = folder / record_name(index)
     if not path.exists():
         return None
@@ -160,6 +163,8 @@ def read_record(folder: Path, index: int) -> ShardRecord | None:
         record = ShardRecord(**values)
     except TypeError:
         raise unreadable(path, "its keys are not those of a shard", _made_anew(folder, index)) from None
+    if not (folder / features_name(index)).exists():
+        record.files.pop(features_name(index), None)
     for name, facts in record.files.items():
         file = folder / name
         size = file.stat().st_size if file.exists() else 0
@@ -175,6 +180,8 @@ def verify(folder: Path, index: int, record: ShardRecord, name: str) -> None:
 
 
 def damaged(file: Path, index: int, why: str) -> UserError:
+    if file.name == features_name(index):
+        return unreadable(file, why, f"delete {file} and run data_prep again: it keeps the answers and makes these features anew")
     return unreadable(file, why, _made_anew(file.parent, index))
 
 

@@ -196,8 +196,10 @@ class TokenStore:
                 f"{self.folder}/ holds features in {made.feature_dtype}, but the recipe says data.feature_dtype: "
                 f"{dtype}. Set it to {made.feature_dtype}, or {FEATURES_ANEW}."
             )
-        files = [record.files.get(features_name(shard)) for shard, record in enumerate(self._records)]
-        finals = {facts.get("final") for facts in files if facts is not None}
+        files = {shard: record.files.get(features_name(shard)) for shard, record in enumerate(self._records) if record.keys}
+        if lacking := [shard for shard, facts in files.items() if facts is None]:
+            raise UserError(f"{self.folder}/ lacks {features_name(lacking[0])}; {FEATURES_ANEW}.")
+        finals = {facts.get("final") for facts in files.values() if facts is not None}
         if None in finals:
             raise UserError(
                 f"{self.folder}/ holds features as an earlier version kept them, which this one does not read; {FEATURES_ANEW}."

@@ -9,7 +9,7 @@ import torch
 
 from drafttrain.data import store as store_module
 from drafttrain.data.features import FEATURE_DTYPES, decode, encode, feature_bytes, rounded, vector_bytes
-from drafttrain.data.shards import Chat, ShardRecord, read_record, write_shard
+from drafttrain.data.shards import Chat, ShardRecord, features_name, read_record, tokens_name, write_shard
 from drafttrain.data.store import Manifest, TokenStore
 from drafttrain.errors import UserError
 from drafttrain.types import Features, Identity
@@ -148,10 +148,23 @@ def test_truncated_file_is_refused_by_name(tmp_path, name):
     write(tmp_path)
     data = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(data[:-3])
-    with pytest.raises(UserError, match=rf"{name} is damaged \({len(data) - 3} bytes instead of {len(data)}\); delete"):
+    with pytest.raises(
+        UserError, match=rf"{name} is damaged \({len(data) - 3} bytes instead of {len(data)}\); delete .* and run data_prep again"
+    ):
         TokenStore.open(tmp_path)
-    (tmp_path / name).unlink()
-    with pytest.raises(UserError, match=f"{name} is damaged .0 bytes"):
+
+
+def test_missing_tokens_are_a_damaged_shard_and_missing_features_can_be_made_anew(tmp_path):
+    write(tmp_path)
+    (tmp_path / features_name(2)).unlink()
+    store = TokenStore.open(tmp_path)
+    assert torch.equal(store.chat(4).ids, CHATS[2][2].ids) and store.chat(0, features=True).features is not None
+    with pytest.raises(UserError, match=r"lacks features-00002.safetensors; run data_prep again: it keeps the answers"):
+        store.require(IDENTITY, TAPS)
+    with pytest.raises(UserError, match="no features that can be read"):
+        store.chat(4, features=True)
+    (tmp_path / tokens_name(2)).unlink()
+    with pytest.raises(UserError, match="tokens-00002.safetensors is damaged .0 bytes"):
         TokenStore.open(tmp_path)
 
 
@@ -166,7 +179,9 @@ def test_flipped_bit_is_refused_by_name(tmp_path):
     flip_last_byte(tmp_path / "features-00000.safetensors")
     store = TokenStore.open(tmp_path)
     assert torch.equal(store.chat(0).ids, CHATS[0][0].ids)
-    with pytest.raises(UserError, match=r"features-00000.safetensors is damaged .its sha256"):
+    with pytest.raises(
+        UserError, match=r"features-00000.safetensors is damaged .its sha256.*run data_prep again: it keeps the answers"
+    ):
         store.chat(1, features=True)
     flip_last_byte(tmp_path / "tokens-00002.safetensors")
     with pytest.raises(UserError, match=r"tokens-00002.safetensors is damaged .its sha256"):

@@ -12,7 +12,7 @@ from data_prep.featurize import Stored, featurize
 from data_prep.pipeline import prepare
 from data_prep.sources import JsonlPrompts
 from data_prep.team import Team
-from drafttrain.data.shards import features_name, read_record
+from drafttrain.data.shards import features_name, read_record, tokens_name
 from drafttrain.data.store import TokenStore
 from drafttrain.errors import UserError
 
@@ -152,3 +152,27 @@ def test_another_target_is_refused(tmp_path, tiny_llama, targets):
     write_store(tmp_path / "a", ragged_chats(4, tiny_llama.vocab), tiny_llama.identity)
     with pytest.raises(UserError, match="another target"):
         featurize(tmp_path / "a", targets("qwen3"), Stored(TAPS, "bfloat16", "taught"), Team(), nothing)
+
+
+def test_a_lost_or_damaged_file_of_features_is_made_anew_and_its_answers_stay(tmp_path, tiny_llama):
+    write_store(tmp_path / "a", ragged_chats(9, tiny_llama.vocab), tiny_llama.identity)
+    stored, said = Stored(TAPS, "bfloat16", "taught"), []
+    store = featurize(tmp_path / "a", tiny_llama, stored, Team(), said.append)
+    path, tokens = tmp_path / "a" / features_name(1), tmp_path / "a" / tokens_name(1)
+    whole, before = path.read_bytes(), tokens.stat().st_mtime_ns
+    path.write_bytes(whole[:-2])
+    with pytest.raises(
+        UserError, match=r"features-00001.safetensors is damaged .*; delete .*features-00001.safetensors and run data_prep"
+    ):
+        featurize(tmp_path / "a", tiny_llama, stored, Team(), said.append)
+    path.unlink()
+    with pytest.raises(UserError, match=r"lacks features-00001.safetensors"):
+        TokenStore.open(tmp_path / "a").require(tiny_llama.identity, TAPS)
+    featurize(tmp_path / "a", tiny_llama, stored, Team(), said.append).require(tiny_llama.identity, TAPS)
+    assert path.read_bytes() == whole and tokens.stat().st_mtime_ns == before
+    assert [text.split(",")[0] for text in said] == [
+        "a: features of shard 1 of 2",
+        "a: features of shard 2 of 2",
+        said[1].split(",")[0],
+    ]
+    assert len(store) == 9

@@ -62,6 +62,23 @@ def test_answers_and_features_are_the_targets_own(tiny_llama, prompts, tmp_path)
         assert not chat.supervised[: int(chat.supervised.long().argmax())].any() and chat.supervised[-1]
 
 
+def test_final_states_alone_are_kept_by_the_engine(tiny_llama, prompts, tmp_path):
+    """For heads, which read no layer."""
+    given = dict(taps=(), final="all", draft_vocab=100, say=lambda text: None)
+    store = prepare(config(prompts, temperature=0.0), tiny_llama, tmp_path / "data", **given)
+    store.require(tiny_llama.identity, (), "bfloat16", "all")
+    agree = []
+    for index in range(len(store)):
+        chat = store.chat(index, features=True)
+        found = chat.features.final_BTD.float()
+        assert not found[-1].any()
+        # The state behind each token says the next, which a greedy target said: but for ties of bf16.
+        agree += (tiny_llama.logits(found).argmax(-1)[:-1] == chat.ids[1:])[
+            chat.supervised[1:] & (torch.arange(len(chat.ids) - 1) > 0)
+        ].tolist()
+    assert sum(agree) > 0.9 * len(agree) > 30
+
+
 def test_interrupted_engine_run_gives_the_same_bytes(tiny_llama, prompts, tmp_path):
     wanted = config(prompts, temperature=1.0, top_p=0.9)
 
