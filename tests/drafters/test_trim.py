@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 from drafttrain.decoding.engine import generate
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.heads import Hydra
 from drafttrain.drafters.save import load_drafter, save_drafter
 from drafttrain.drafters.trim import choose_kept, trim
 from drafttrain.drafters.vocabulary import choose_vocabulary, draft_cost
@@ -196,9 +196,17 @@ def test_refused_vocabularies(tiny_llama, net, monkeypatch):
         choose_kept(net, tiny_llama, counts_for(tiny_llama, net.vocabulary.t2d), 4)
 
 
-def test_a_net_that_speaks_with_the_target_s_head_is_refused(tiny_llama, net):
-    class Headless(nn.Module):
-        vocabulary = DraftVocabulary.full(tiny_llama.vocab)
-
-    with pytest.raises(UserError, match="a Headless speaks with the target's own head"):
-        trim(Headless(), tiny_llama, DraftVocabulary(net.vocabulary.ids[:64], tiny_llama.vocab))
+@pytest.mark.parametrize(
+    "config", [Hydra(heads=2), Hydra(heads=2, own_heads=True), Eagle3(taps=[1], depth=2, head_rank=6)], ids=str
+)
+def test_any_head_says_what_it_said_of_fewer_tokens(tiny_llama, config):
+    """A head of the target's, one for each depth, and a factored one: the logits that are left are those of before."""
+    torch.manual_seed(0)
+    whole = config.build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab)).eval()
+    kept = DraftVocabulary(torch.arange(tiny_llama.vocab)[::3].unique(), tiny_llama.vocab)
+    kept = DraftVocabulary(torch.cat([kept.ids, torch.tensor(tiny_llama.end_ids)]).unique(), tiny_llama.vocab)
+    less = trim(whole, tiny_llama, kept)
+    hidden_NH = torch.randn(5, whole.shape.hidden * (2 if getattr(config, "own_heads", False) else 1))
+    prev_N = torch.zeros(5, dtype=torch.long)
+    torch.testing.assert_close(less.logits(hidden_NH, prev_N), whole.logits(hidden_NH, prev_N)[:, kept.ids])
+    assert less.config.draft_vocab == len(kept.ids) and torch.equal(less.speakable_V, kept.ids)
