@@ -111,10 +111,7 @@ class DrafterProposer(Proposer):
     def __init__(self, net: DrafterNet, drafts: int):
         if drafts < 1:
             raise UserError(f"a drafter was asked for {drafts} drafts in a round, but proposes at least 1.")
-        if net.deepest is not None and drafts > net.deepest:
-            raise UserError(
-                f"{drafts} drafts in a round were asked of a drafter with {net.deepest} heads, one for each; ask for at most {net.deepest}."
-            )
+        net.require_drafts(drafts, "a round")
         self.net, self.drafts, self.taps = net.eval(), drafts, net.needs.taps
 
     @property

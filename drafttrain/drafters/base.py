@@ -94,6 +94,14 @@ class DrafterNet(nn.Module):
         weights = dict(self.named_parameters())
         return sum(weights[name].shape[1] for name in self.words) or self.shape.target_hidden
 
+    def require_drafts(self, drafts: int, what: str) -> None:
+        """UserError, naming `what` asks for them, where the drafter cannot propose so many drafts in a row."""
+        if self.deepest is not None and drafts > self.deepest:
+            raise UserError(
+                f"{what} asks for {drafts} drafts in a row, but this drafter has {self.deepest} heads, one for each draft; ask for at most "
+                f"{self.deepest}, or train more heads (drafter.init_args.heads)."
+            )
+
     def layout(self, sequences: Sequences, depth: int | None = None) -> Layout:
         raise NotImplementedError
 

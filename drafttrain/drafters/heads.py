@@ -217,8 +217,7 @@ class HeadsNet(DrafterNet):
 
     def layout(self, sequences: Sequences, depth: int | None = None) -> Layout:
         depth = depth or self.needs.depth
-        if depth > self.config.heads:
-            raise UserError(f"{depth} drafts were asked of a drafter with {self.config.heads} heads; ask for at most that many.")
+        self.require_drafts(depth, "a layout")
         return chain_layout(sequences, depth, self.speaks_V)
 
     def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:

@@ -126,6 +126,8 @@ def train(
                 f"drafter.init_args.depth is {net.needs.depth}, but a row of data.length {data.length} tokens has room for at most "
                 f"{data.length - 2} drafts; lower the depth or raise data.length."
             )
+        if checkpoint.tau_prompts:
+            net.require_drafts(checkpoint.drafts, "checkpoint.drafts")
         store.require(model.identity, net.needs.taps if data.features == "stored" else None, data.feature_dtype)
         share = Share(topology.rank, topology.world, trainer.get("accumulate_grad_batches", 1), data.rows)
         position = Position() if saved is None else saved.position

@@ -70,6 +70,7 @@ def validate(
     """
     facts = dict(facts or {})
     training_log = facts.pop("training_log", None)
+    net.require_drafts(config.drafts, "validate.drafts")
     requests = _chosen(target, requests, config)
     methods: Methods = {"drafter": lambda: ChainProposer(net, config.drafts), "lookup": lambda: LookupProposer(config.drafts)}
     if untrained_net is not None:

@@ -5,6 +5,7 @@ import torch
 from drafters.test_eagle3 import chat
 from tiny import first
 
+from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
@@ -289,6 +290,9 @@ def test_drafts_beyond_the_last_head_are_refused(tiny_llama):
     net = net_for(tiny_llama, Hydra(heads=2))
     with pytest.raises(UserError, match="2 heads"):
         net.layout(chat("00011111"), 3)
+    with pytest.raises(UserError, match="a round asks for 3 drafts"):
+        ChainProposer(net, 3)
+    assert ChainProposer(net, 2).drafts == 2
     with pytest.raises(UserError, match="heads is 0"):
         Medusa(heads=0)
     with pytest.raises(UserError, match="dropout is 1.0"):
