@@ -6,9 +6,12 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from data_prep import show
 from data_prep.engines import OpenAIServer
@@ -16,13 +19,15 @@ from data_prep.pipeline import prepare
 from data_prep.team import Team
 from drafttrain.cli import guarded, pairs, parse
 from drafttrain.data.kept_rows import wanted_final
+from drafttrain.drafters.base import DrafterConfig, Needs
 from drafttrain.drafters.vocabulary import draft_cost
 from drafttrain.errors import UserError
 from drafttrain.files import RunLock
 from drafttrain.recipe import Recipe, load_recipe
 from drafttrain.target.load import load_speaker, load_target
+from drafttrain.target.target import Target
 from drafttrain.topology import read_topology
-from drafttrain.vocab import Cost
+from drafttrain.vocab import Cost, DraftVocabulary
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +62,7 @@ def _main(argv: Sequence[str]) -> None:
     # With a server the weights are needed for features alone.
     served = isinstance(recipe.prepare.engine, OpenAIServer)
     target: Any = load_speaker(recipe.target) if served and not stored else load_target(recipe.target, topology.device)
-    taps = recipe.drafter.taps_of(target) if stored else None
+    needs = _needs(recipe.drafter, target) if stored else None
     with _explained(options.run.folder), RunLock(options.run.folder) if team.leads else nullcontext():
         if team.leads:
             options.run.record("data_prep", recipe.plain(), topology.world)
@@ -65,13 +70,20 @@ def _main(argv: Sequence[str]) -> None:
             recipe.prepare,
             target,
             options.run.data,
-            taps=taps,
+            taps=None if needs is None else needs.taps,
             draft_vocab=_draft_vocab(recipe, target, has_weights=stored or not served),
             feature_dtype=recipe.data.feature_dtype,
-            final=wanted_final(recipe.drafter),
+            final="taught" if needs is None else wanted_final(needs),
             team=team,
             say=print if team.leads else partial(print, f"[{team.rank}]"),
         )
+
+
+def _needs(drafter: DrafterConfig, target: Target) -> Needs:
+    """What the drafter reads of this target: a net that says a single token is built and asked."""
+    with target.device:
+        one = DraftVocabulary(torch.arange(1, device="cpu"), target.vocab)
+        return replace(drafter, draft_vocab=1).build(target, one).needs
 
 
 def _draft_vocab(recipe: Recipe, target: Any, has_weights: bool) -> int | float | Cost | None:

@@ -181,7 +181,9 @@ def load_template(target: TargetConfig, template: Path | None) -> ChatTemplate:
         except (OSError, UnicodeDecodeError) as error:
             why = getattr(error, "strerror", None) or "it is not UTF-8 text"
             raise UserError(f"--template is {template}, which cannot be read ({why}); give a .jinja file.") from None
-    return ChatTemplate(tokenizer, target.template_arguments, target.path, ends)
+        if not tokenizer.chat_template.strip():
+            raise UserError(f"--template is {template}, which is empty; give a .jinja file.")
+    return ChatTemplate(tokenizer, target.template_arguments, str(template or target.path), ends)
 
 
 def _load_tokenizer(target: TargetConfig) -> tuple[Any, list[int]]:

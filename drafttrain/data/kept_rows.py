@@ -12,18 +12,18 @@ No row behind L is of use to anybody, and a chat without a taught row has nothin
 Shapes: N tokens of C chats, one after the other (chat c is first[c]:first[c+1]), M taught rows, T tokens of one chat, F rows of final.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from drafttrain.drafters.base import Needs
+
 FINALS = ("taught", "all")
 
 
-def wanted_final(needs: Any) -> str:
-    """Which final states are needed by who says so in its `final` (a net's `needs`, a drafter's config): `all`, else those that teach."""
-    return "all" if getattr(needs, "final", False) else "taught"
+def wanted_final(needs: Needs) -> str:
+    """Whose final states a store keeps for a drafter: `all` where it reads them, else those that teach."""
+    return "all" if needs.final else "taught"
 
 
 def taught_rows(supervised_N: np.ndarray, first: np.ndarray) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Stored rows are exactly those that drafts see and that teach, and a loss on them is the one on all rows, bit for bit."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from drafttrain.data.packing import RowPlan, read_chats
 from drafttrain.data.shards import Chat, features_name, has_features, record_name, write_shard
 from drafttrain.data.store import Manifest, TokenStore
 from drafttrain.data.stream import Share, WindowStream
+from drafttrain.drafters.base import Needs
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
@@ -74,11 +75,7 @@ def test_counting_many_chats_at_once_is_counting_each(final):
 
 
 def test_who_reads_final_states_says_so():
-    @dataclass
-    class Needs:
-        final: bool
-
-    assert [wanted_final(each) for each in (Needs(True), Needs(False), object())] == ["all", "taught", "taught"]
+    assert [wanted_final(Needs((), 1, final)) for final in (True, False)] == ["all", "taught"]
 
 
 # ---- on disk ---------------------------------------------------------------------------------------------------------------------

@@ -144,6 +144,14 @@ def test_another_template_and_a_bare_tokenizer_file(capsys, chats, tokenizer, tm
     assert run(capsys, chats(GOOD), "--tokenizer", str(bare), "--template", str(template))[1] == out
     code, _, err = run(capsys, chats(GOOD), "--tokenizer", str(bare))
     assert code == 2 and err.count("error:") == 1 and "--template FILE.jinja" in err
+    template.write_text("{{ messages[0].content | upper }}")
+    _, _, err = run(capsys, chats(GOOD), "--tokenizer", tokenizer, "--template", str(template))
+    assert f"the chat template of {template}" in err  # what the user gave, not the tokenizer beside it
+    template.write_text(" ")
+    assert (
+        f"--template is {template}, which is empty"
+        in run(capsys, chats(GOOD), "--tokenizer", tokenizer, "--template", str(template))[2]
+    )
 
 
 def test_the_tokenizer_of_a_recipe(capsys, chats, tokenizer):
