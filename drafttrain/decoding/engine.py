@@ -9,7 +9,7 @@ kept exactly where it equals that token. Other verifiers keep the distribution, 
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -175,8 +175,8 @@ class Engine:
             yield from self._finished(batch, overrun)
 
     def record(self, requests: Sequence[Request]) -> None:
-        """Have every round recorded that answering these prompts one at a time may need, and buffers that suffice: then none is recorded
-        while somebody times them. Nothing to do where no graphs are used.
+        """Have every round recorded that answering these prompts one at a time may need, buffers that suffice, and each prompt read once,
+        since libraries plan anew for every length: then none of it happens while somebody times them. Nothing to do where no graphs are used.
 
         Raises:
             UserError: a prompt that does not fit the target.
@@ -188,6 +188,8 @@ class Engine:
         assert self._rounds is not None
         for extent in sorted({self.extent(len(r.ids) + said) for r in requests for said in range(r.limit)}):
             self._rounds.record(min(extent, self._rounds.batch.capacity))
+        for request in requests:
+            list(self.generate([replace(request, limit=1)]))
 
     @property
     def rounds_known(self) -> int:

@@ -55,8 +55,8 @@ class _Launched:
     done: torch.cuda.Event | None
     shape: int
     began: float
-    alone: bool
-    """Whether no other round was in flight."""
+    typical: bool
+    """Whether it takes as long as others of its shape will: no other round was in flight, and nothing had to be recorded."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Collected:
     shape: int
     """The proposer's number for the shape of this round."""
     seconds: float | None
-    """How long it took; None if rounds overlapped."""
+    """How long it took; None if rounds overlapped, or it was not replayed where others will be."""
 
 
 class Rounds:
@@ -88,7 +88,8 @@ class Rounds:
     @torch.no_grad()
     def launch(self, extent: int) -> None:
         """Start one round; a GPU goes on by itself."""
-        began, alone, shape = monotonic(), not self._launched, self._shape
+        began, shape, typical = monotonic(), self._shape, not self.graphs or self._key(extent) in self._recorded
+        typical = typical and not self._launched
         for name, stage in self._stages(extent).items():
             if self.clock is None:
                 stage()
@@ -102,9 +103,9 @@ class Rounds:
             copy.copy_(said_BX, non_blocking=True)
             done = torch.cuda.Event()
             done.record()
-            self._launched.append(_Launched(copy, done, shape, began, alone))
+            self._launched.append(_Launched(copy, done, shape, began, typical))
         else:
-            self._launched.append(_Launched(said_BX.clone(), None, shape, began, alone))
+            self._launched.append(_Launched(said_BX.clone(), None, shape, began, typical))
 
     @torch.no_grad()
     def record(self, extent: int) -> None:
@@ -136,7 +137,7 @@ class Rounds:
         if first.done is not None:
             first.done.synchronize()
         rows = first.said_BX.tolist()
-        return Collected(rows, first.shape, monotonic() - first.began if first.alone and not self._launched else None)
+        return Collected(rows, first.shape, monotonic() - first.began if first.typical and not self._launched else None)
 
     @property
     def _shape(self) -> int:

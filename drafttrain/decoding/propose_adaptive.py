@@ -27,6 +27,8 @@ ASSUMED, WEIGHT = 0.7, 8.0
 few failures deep in a chain rule that depth out for good."""
 TIMED = 9
 """Rounds whose median is the cost of a number of drafts."""
+KNOWN_FOR = 512
+"""Rounds until a cost is forgotten: a machine may have been slow for a while, and texts grow."""
 
 
 class AdaptiveChainProposer(ChainProposer):
@@ -38,6 +40,8 @@ class AdaptiveChainProposer(ChainProposer):
         """Drafts of the coming round."""
         self.reached, self.kept = [0.0] * most, [0.0] * most
         self._seconds: dict[int, deque[float]] = {}
+        self._timed_at: dict[int, int] = {}
+        """The round in which each number of drafts was timed last."""
         self._rounds = 0
 
     @property
@@ -61,6 +65,7 @@ class AdaptiveChainProposer(ChainProposer):
                 self.kept[k] = FORGET * self.kept[k] + (count > k)
         if seconds is not None:
             self._seconds.setdefault(shape, deque(maxlen=TIMED)).append(seconds)
+            self._timed_at[shape] = self._rounds
         self._rounds += 1
         if self._rounds % EVERY == 0:
             self.active = self._choose()
@@ -74,8 +79,10 @@ class AdaptiveChainProposer(ChainProposer):
         return found
 
     def _choose(self) -> int:
+        for number in [number for number, at in self._timed_at.items() if self._rounds - at > KNOWN_FOR]:
+            del self._seconds[number], self._timed_at[number]
         costs = {number: median(seconds) for number, seconds in self._seconds.items()}
-        if len(costs) < 2:  # a line needs two points: the longest chain was tried first, then the shortest
+        if len(costs) < 2:  # a line needs two points: the longest chain is tried first, then the shortest
             return 1 if self.drafts in costs else self.drafts
         base, each = _line(costs)
         best, most, expected, path = 1, 0.0, 1.0, 1.0

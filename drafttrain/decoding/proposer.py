@@ -74,7 +74,7 @@ class Proposer:
         """What the target says behind the anchor and the nodes, whose tokens are `ids_BP`; between `propose` and `commit`."""
 
     def heard(self, accepted: Sequence[int], shape: int, seconds: float | None) -> None:
-        """What a round of this shape kept in each row, and how long it took (None if rounds overlapped). Called by the host after it."""
+        """What a round of this shape kept in each row, and how long it took (None if that says nothing). Called by the host after it."""
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows, in this order: they become the first of the batch."""

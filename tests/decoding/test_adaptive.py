@@ -6,7 +6,7 @@ from decoding.test_engine import overfit, plain_of, requests_for
 
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import count
-from drafttrain.decoding.propose_adaptive import ASSUMED, EVERY, AdaptiveChainProposer
+from drafttrain.decoding.propose_adaptive import ASSUMED, EVERY, KNOWN_FOR, AdaptiveChainProposer
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.vocab import DraftVocabulary
 
@@ -41,6 +41,17 @@ def test_the_length_is_the_one_that_gives_most_tokens_a_second(tiny_llama, each)
     assert proposer.active == wanted
     assert (each != 0.0 or wanted == 6) and (each != 5.0 or wanted == 1)
     assert {6, 1} <= set(lengths)  # both ends were tried, so that there is a line to fit
+
+
+def test_a_cost_measured_in_a_bad_moment_is_measured_again(tiny_llama):
+    """Long chains seem to cost a hundred times as much when they are tried first."""
+    proposer = AdaptiveChainProposer(net_for(tiny_llama), 6)
+    lengths = []
+    for i in range(2 * KNOWN_FOR):
+        K = proposer.round_shape
+        proposer.heard([K], K, (1.0 + 0.03 * K) * (100 if i < EVERY else 1))
+        lengths.append(K)
+    assert set(lengths[2 * EVERY : KNOWN_FOR]) == {1} and proposer.active == 6
 
 
 def test_nothing_is_learnt_from_rounds_that_were_not_timed(tiny_llama):

@@ -306,15 +306,14 @@ def overfit(target, net, rollouts, steps=60):
         ids = rollout.ids[None]
         position = torch.arange(ids.shape[1])[None]
         sequences = Sequences(ids, position >= rollout.prompt_len, position, torch.zeros_like(ids))
-        batches.append((sequences, target.read_packed(sequences, net.needs.taps), net.layout(sequences, 3)))
+        layout, sequences = net.layout(sequences, 3).to(target.device), sequences.to(target.device)
+        batches.append((sequences, target.read_packed(sequences, net.needs.taps), layout))
     objective = Distillation()
     for _ in range(steps):
         for sequences, features, layout in batches:
             if not len(layout.depth_N):
                 continue
-            terms, _ = objective.terms(
-                net.rows(sequences, features, layout), net.logits, TargetTeacher(target, net), 3
-            )
+            terms, _ = objective.terms(net.rows(sequences, features, layout), net.logits, TargetTeacher(target, net), 3)
             loss = sum(t.sum / t.count.clamp(min=1) for t in terms.values())
             optimizer.zero_grad()
             loss.backward()

@@ -126,8 +126,14 @@ def test_a_gpu_has_every_round_recorded_before(tiny_llama, in_a_gpus_clothes, me
     sampling = Sampling(temperature=0.9)
     contender = Contender("x", tiny_llama, net_for(tiny_llama), method)
     asked = [ask(str(n), n, limit=24) for n in (5, 40, 120, 184)]
-    engine = contender.engine(sampling)
+    engine, timed = contender.engine(sampling), []
+    if engine.proposer:
+        honest = engine.proposer.heard
+        engine.proposer.heard = lambda accepted, shape, seconds: (timed.append(seconds), honest(accepted, shape, seconds))
     warm_up(engine, asked, 1)
+    assert (method is None) == (not timed) and not any(timed[:2]), (
+        "rounds that were not replayed say nothing of what others will cost"
+    )
     shapes = {shape for _, _, shape in in_a_gpus_clothes}
     extents = {engine.extent(n + said) for n in (5, 40, 120, 184) for said in range(24)}
     assert shapes == ({1, 2, 3} if isinstance(method, AdaptiveChain) else {0})
