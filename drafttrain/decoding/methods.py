@@ -22,7 +22,7 @@ from drafttrain.decoding.sampling import Sampling
 from drafttrain.decoding.tree_shape import TreeShape
 from drafttrain.decoding.verify import Verifier
 from drafttrain.decoding.verify_chain import Block, TokenWise
-from drafttrain.decoding.verify_tree import Rejection
+from drafttrain.decoding.verify_tree import KSeq, Rejection
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.save import load_drafter
 from drafttrain.errors import UserError
@@ -161,6 +161,29 @@ class DrawnTree(Method):
     @property
     def label(self) -> str:
         return f"drawn tree {'x'.join(map(str, self.widths))}"
+
+
+@dataclass(frozen=True)
+class DrawnPaths(Method):
+    """Several chains drawn from the drafter independently of each other; those that agree so far are weighed together at every place
+    (SpecTr's k-sequential selection)."""
+
+    paths: int = 4
+    drafts: int = 4
+    """Length of each."""
+
+    def __post_init__(self) -> None:
+        self._at_least_one(paths=self.paths, drafts=self.drafts)
+
+    def proposer(self, net: DrafterNet, sampling: Sampling) -> Proposer:
+        return DrawnProposer(net, (self.paths, *(1,) * (self.drafts - 1)), sampling, replacement=True)
+
+    def verifier(self, sampling: Sampling) -> Verifier | None:
+        return KSeq((self.paths,) * self.drafts)
+
+    @property
+    def label(self) -> str:
+        return f"{self.paths} drawn paths of {self.drafts}"
 
 
 @dataclass(frozen=True)

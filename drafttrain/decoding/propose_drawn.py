@@ -2,7 +2,8 @@
 
 Every node at depth d - 1 has w_d children, drawn without replacement: x_1 ~ q, x_2 ~ q without x_1, and so on, which is what recursive
 rejection weighs them by (Jeon et al. 2024, arXiv 2402.14160). Widths 1, 1, 1 are a chain of speculative sampling (Leviathan et al. 2023,
-arXiv 2211.17192). q is zero for tokens outside the draft vocabulary.
+arXiv 2211.17192). With `replacement` siblings are drawn independently of each other, all from q, so that two may be equal: widths k, 1, 1
+are k chains from one root (Sun et al. 2023, SpecTr, arXiv 2310.15141). q is zero for tokens outside the draft vocabulary.
 
 A node does not exist where q had no token left for it, where its parent does not, or where the product of max_x q(x) down to its own
 place is below `least_confidence`: all known before the token was drawn, as exact verification demands.
@@ -19,7 +20,14 @@ import torch
 from torch import Tensor
 
 from drafttrain.decoding.proposer import DrafterProposer
-from drafttrain.decoding.sampling import DRAFT, Sampling, draw_without_replacement, probabilities, round_uniforms
+from drafttrain.decoding.sampling import (
+    DRAFT,
+    Sampling,
+    draw_with_replacement,
+    draw_without_replacement,
+    probabilities,
+    round_uniforms,
+)
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.types import Proposal
@@ -28,7 +36,14 @@ from drafttrain.types import Proposal
 class DrawnProposer(DrafterProposer):
     """`widths[d]` children of every node at depth d, drawn from the drafter."""
 
-    def __init__(self, net: DrafterNet, widths: tuple[int, ...], sampling: Sampling, least_confidence: float = 0.0):
+    def __init__(
+        self,
+        net: DrafterNet,
+        widths: tuple[int, ...],
+        sampling: Sampling,
+        least_confidence: float = 0.0,
+        replacement: bool = False,
+    ):
         if sampling.temperature == 0:
             raise UserError(
                 "temperature is 0, where nothing is drawn, but these drafts are draws of the drafter; raise temperature, or use drafts that are "
@@ -36,6 +51,7 @@ class DrawnProposer(DrafterProposer):
             )
         super().__init__(net, len(widths))
         self.widths, self.sampling, self.least_confidence = tuple(widths), sampling, least_confidence
+        self._draw = draw_with_replacement if replacement else draw_without_replacement
         self.sizes = tuple(accumulate(widths, mul))
 
     @property
@@ -64,7 +80,7 @@ class DrawnProposer(DrafterProposer):
             if depth:
                 hidden_BWH = self.net.step(self.state, token_BW, parents[-1])
             q_BWV = probabilities(self._logits(hidden_BWH, token_BW), self.sampling)
-            index_BWC, left_BWC = draw_without_replacement(q_BWV, uniform_BW.unflatten(1, (-1, width)))
+            index_BWC, left_BWC = self._draw(q_BWV, uniform_BW.unflatten(1, (-1, width)))
             sure_BW = sure_BW * q_BWV.amax(-1)
             exists_BW = exists_BW & (sure_BW >= self.least_confidence)
             exists.append((left_BWC & exists_BW[..., None]).flatten(1))

@@ -115,6 +115,12 @@ def draw(p_SV: Tensor, uniform_S: Tensor) -> Tensor:
     return torch.where(p_SV.gather(-1, token) > 0, token, p_SV.argmax(-1, keepdim=True))[..., 0]
 
 
+def draw_with_replacement(p_SV: Tensor, uniform_SC: Tensor) -> tuple[Tensor, Tensor]:
+    """C tokens independent of each other, and that there was each to be drawn: int64 and bool [..., C]."""
+    tokens_SC = torch.stack([draw(p_SV, uniform_S) for uniform_S in uniform_SC.unbind(-1)], -1)
+    return tokens_SC, torch.ones_like(tokens_SC, dtype=torch.bool)
+
+
 def draw_without_replacement(p_SV: Tensor, uniform_SC: Tensor) -> tuple[Tensor, Tensor]:
     """C different tokens in the order drawn, and whether there was any left to be drawn: int64 and bool [..., C].
 

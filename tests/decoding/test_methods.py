@@ -16,6 +16,7 @@ from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import count
 from drafttrain.decoding.methods import (
     Chain,
+    DrawnPaths,
     DrawnTree,
     Experts,
     Graft,
@@ -122,10 +123,14 @@ class AsksNothing(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", [*METHODS, "drawn chain", "drawn tree"])
+@pytest.mark.parametrize("name", [*METHODS, "drawn chain", "drawn tree", "paths"])
 def test_a_round_asks_the_device_nothing(taught, tmp_path, monkeypatch, name):
     target, requests, _, nets = taught("llama")
-    drawing = {"drawn chain": Chain(3, draw=True, least_confidence=0.01), "drawn tree": DrawnTree([3, 2])}
+    drawing = {
+        "drawn chain": Chain(3, draw=True, least_confidence=0.01),
+        "drawn tree": DrawnTree([3, 2]),
+        "paths": DrawnPaths(3, 2),
+    }
     sampling = SAMPLED if name in drawing else Sampling()
     method = prepared((METHODS | drawing)[name], target, nets, requests, tmp_path)
     rounds, stages = [], Batch.stages.fget
@@ -199,6 +204,8 @@ def tau(target, net, method, requests):
         (lambda: Tree(least_gain=-0.1), "Tree.least_gain is -0.1"),
         (lambda: DrawnTree([]), "DrawnTree.widths is \\[\\], but must hold"),
         (lambda: DrawnTree([2, 0]), "DrawnTree.widths is \\[2, 0\\]"),
+        (lambda: DrawnPaths(0), "DrawnPaths.paths is 0"),
+        (lambda: DrawnPaths(drafts=0), "DrawnPaths.drafts is 0"),
         (lambda: StaticTree(0), "StaticTree.nodes is 0"),
         (lambda: StaticTree(ranks=0), "StaticTree.ranks is 0"),
         (lambda: Lookup(longest=0), "Lookup.longest is 0"),
@@ -219,6 +226,7 @@ def test_labels_tell_methods_apart():
         Chain(3, draw=True),
         Chain(3, draw=True, verify="token_wise"),
         DrawnTree(),
+        DrawnPaths(),
         Tree(4, 3, 20),
         NGram(),
     ]

@@ -7,7 +7,7 @@ from decoding.test_methods import METHODS, SAMPLED, drafter, prepared
 
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import count
-from drafttrain.decoding.methods import AdaptiveChain, Chain, DrawnTree
+from drafttrain.decoding.methods import AdaptiveChain, Chain, DrawnPaths, DrawnTree
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
@@ -17,6 +17,7 @@ DRAWING = {
     "token-wise": Chain(3, draw=True, verify="token_wise"),
     "block": Chain(3, draw=True, least_confidence=0.01),
     "drawn tree": DrawnTree([3, 2, 1]),
+    "drawn paths": DrawnPaths(3, 3),
 }
 
 

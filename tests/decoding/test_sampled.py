@@ -9,7 +9,7 @@ from tiny import first, rows_of
 from drafttrain.decoding import verify_chain, verify_tree
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import count
-from drafttrain.decoding.methods import Chain, DrawnTree, Method, Tree
+from drafttrain.decoding.methods import Chain, DrawnPaths, DrawnTree, Method, Tree
 from drafttrain.decoding.propose_drawn import DrawnProposer
 from drafttrain.decoding.sampling import Sampling, probabilities
 from drafttrain.decoding.tree import check
@@ -23,6 +23,7 @@ METHODS: list[Method] = [
     Chain(3, draw=True, verify="block"),
     Chain(4, draw=True, verify="block", least_confidence=0.12),
     DrawnTree([3, 2, 1]),
+    DrawnPaths(3, 3),
     DrawnTree([2, 2]),
     Tree(3, 3, 8),
 ]
@@ -39,7 +40,7 @@ def expected(target):
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda s: f"{s.temperature}-{s.top_p}")
-@pytest.mark.parametrize("method", METHODS[:4], ids=lambda m: m.label)
+@pytest.mark.parametrize("method", METHODS[:5], ids=lambda m: m.label)
 def test_answers_follow_the_target(target, expected, method, sampling):
     found = answers(target, small_drafter(target), method, sampling, 4000)
     assert min(p_values(found, expected[sampling])) > 0.001
@@ -55,7 +56,7 @@ def test_many_answers_follow_the_target(target, expected, method, sampling, word
     assert min(p_values(found, expected[sampling])) > 0.001
 
 
-@pytest.mark.parametrize("method", [METHODS[0], METHODS[1], METHODS[3]], ids=lambda m: m.label)
+@pytest.mark.parametrize("method", [METHODS[0], METHODS[1], METHODS[3], METHODS[4]], ids=lambda m: m.label)
 def test_a_residual_that_forgets_the_drafter_is_noticed(target, expected, method, monkeypatch):
     for module in (verify_chain, verify_tree):
         monkeypatch.setattr(module, "residual", lambda p_BV, q_BV: p_BV)
@@ -83,13 +84,16 @@ def test_block_keeps_at_least_as_much_as_token_wise(target):
     assert float(gain.mean()) > interval
 
 
-@pytest.mark.parametrize("widths", [(1, 1, 1), (3, 2, 1), (2, 9), (12,)])
+@pytest.mark.parametrize(
+    ("widths", "replacement"),
+    [((1, 1, 1), False), ((3, 2, 1), False), ((2, 9), False), ((12,), False), ((12, 1, 1), True), ((3, 4), True)],
+)
 @pytest.mark.parametrize("words", [WORDS, WORDS - 2])
 @torch.no_grad()
-def test_drafts_are_drawn_from_the_drafter_itself(target, widths, words):
+def test_drafts_are_drawn_from_the_drafter_itself(target, widths, replacement, words):
     """q against a fresh drafter that steps each path alone; the proposal is well-formed, and the same whoever shares the batch."""
     net, sampling = small_drafter(target, words), Sampling(temperature=0.8, top_p=0.95)
-    proposer = DrawnProposer(net, widths, sampling)
+    proposer = DrawnProposer(net, widths, sampling, replacement=replacement)
     ids = torch.tensor([[*PROMPT, 8], [*PROMPT[::-1], 4]])
     read = [target.read_packed(one_chat(row, 5), proposer.taps) for row in ids]
     features = first(Features(torch.cat([f.taps_BTAD for f in read]), torch.cat([f.final_BTD for f in read])), 7)
@@ -101,7 +105,8 @@ def test_drafts_are_drawn_from_the_drafter_itself(target, widths, words):
         return proposer.propose(padded[rows], length[rows], torch.tensor(streams), 64)
 
     proposal = propose([0, 1], [11, 12])
-    check(proposal)
+    check(proposal, replacement=replacement)
+    assert not replacement or proposal.valid_BN.all()
     alone = propose([1], [12])
     assert torch.equal(alone.tokens_BN[0], proposal.tokens_BN[1]) and torch.equal(alone.valid_BN[0], proposal.valid_BN[1])
     assert len({str(propose([1], [stream]).tokens_BN.tolist()) for stream in range(20)}) > 1
@@ -119,6 +124,18 @@ def test_drafts_are_drawn_from_the_drafter_itself(target, widths, words):
             torch.testing.assert_close(proposal.q_BPV[b, place], wanted, atol=1e-5, rtol=1e-4)
 
 
+def test_more_paths_keep_more_and_one_is_a_chain(target):
+    """One path is token-wise verification, answer for answer; of four, some path agrees more often."""
+    net, sampling = small_drafter(target), Sampling(temperature=1.0)
+    methods = (Chain(3, draw=True, verify="token_wise"), DrawnPaths(1, 3), DrawnPaths(4, 3))
+    chain, one, four = (
+        {r.key: (r.ids.tolist(), r.accepted) for r in answers(target, net, method, sampling, 400, limit=20)} for method in methods
+    )
+    assert one == chain
+    kept = [sum(sum(accepted) / len(accepted) for _, accepted in found.values()) for found in (one, four)]
+    assert kept[1] > 1.2 * kept[0]
+
+
 @torch.no_grad()
 def test_confidence_ends_a_drawn_chain_before_the_token_is_drawn(target):
     """A draft exists where the product of the largest probabilities of q down to its place is large enough, whatever was drawn there."""
@@ -134,7 +151,7 @@ def test_confidence_ends_a_drawn_chain_before_the_token_is_drawn(target):
 
 
 def test_drawing_at_temperature_zero_is_refused(target):
-    for method in (Chain(3, draw=True), DrawnTree([2, 1])):
+    for method in (Chain(3, draw=True), DrawnTree([2, 1]), DrawnPaths()):
         with pytest.raises(UserError, match="temperature is 0, where nothing is drawn"):
             method.proposer(small_drafter(target), Sampling())
 
