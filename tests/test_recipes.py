@@ -1,28 +1,56 @@
-"""Every YAML in recipes/ parses, and what it asks of Lightning exists there."""
+"""Every YAML in recipes/ parses, what it asks of Lightning exists there, and its drafter fits its target: weights are counted by hand.
+
+Letters of the counts: D width, K width of all keys, I inner width of the block, V draft vocabulary.
+"""
 
 import inspect
 from pathlib import Path
 
 import pytest
+import torch
+from recipe_targets import REAL, RECIPES, ROOT
 
+from drafttrain.commands.plan import arithmetic, outline
+from drafttrain.drafters.eagle import Eagle
+from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.recipe import Recipe, load_recipe
 from drafttrain.recipe_files import read_file
+from drafttrain.run import Run
+from drafttrain.topology import Topology
+from drafttrain.vocab import DraftVocabulary
 
-ROOT = Path(__file__).resolve().parents[1]
-RECIPES = sorted(path for path in (ROOT / "recipes").rglob("*.yaml") if path.parent.name != "hardware")
 HARDWARE = sorted((ROOT / "recipes" / "hardware").glob("*.yaml"))
+EIGHT_BILLION = [path for path in RECIPES if path.parent.name.endswith("-8b")]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT / "recipes").with_suffix(""))
 
 
 def test_they_are_there():
-    assert RECIPES
+    assert {path.parent.name for path in RECIPES} == set(REAL)
+    assert {name_of(path) for path in EIGHT_BILLION} == {
+        f"{target}/{method}" for target in ("qwen3-8b", "llama3.1-8b") for method in ("eagle3", "hydra-plus")
+    }
     assert {path.stem for path in HARDWARE} >= {"cpu", "ddp", "zero1", "zero2", "zero3"}
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
 def test_recipe_parses(path):
     recipe, notes = load_recipe([path])
     assert isinstance(recipe, Recipe) and notes == []
     assert recipe.trainer["max_steps"] >= 1
+    assert recipe.name == name_of(path).replace("/", "-")  # two recipes never share a run folder
+    assert recipe.target.path.startswith("package:") or recipe.target.path.count("/") == 1  # nothing of anybody's machine
+
+
+def test_recipes_of_one_target_can_share_their_data():
+    """`prepare` is the same for all that may be compared; the quickstart's alone is small enough for a laptop."""
+    for folder in REAL:
+        of_target = [load_recipe([path])[0] for path in RECIPES if path.parent.name == folder]
+        asked = [recipe.prepare for recipe in of_target if recipe.name != "smollm2-135m-eagle3"]
+        assert len(asked) > 1 and all(prepare == asked[0] for prepare in asked)
 
 
 @pytest.mark.parametrize("path", HARDWARE, ids=lambda path: path.stem)
@@ -37,3 +65,89 @@ def test_hardware_says_only_what_belongs_to_the_machine_and_fits_lightning(path)
         cls = getattr(strategies, strategy["class_path"].removeprefix("lightning.pytorch.strategies."))
         known = set(inspect.signature(cls).parameters) | {"find_unused_parameters"}  # DDP hands it on as a keyword
         assert set(strategy["init_args"]) <= known
+
+
+# ---- in real sizes, on the meta device -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory):
+    """Folder of recipes -> a folder with the target's config.json alone."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in REAL}
+    for name, folder in folders.items():
+        REAL[name]().save_pretrained(folder)
+    return folders
+
+
+def on_meta(path, configs):
+    recipe, _ = load_recipe([path], [("target.path", str(configs[path.parent.name]))])
+    target, reason = outline(recipe)
+    assert target is not None, reason
+    assert target.device.type == "meta"
+    return recipe, target
+
+
+def weights_by_hand(drafter, config) -> int:
+    """Weights that are trained, from the formulas at the top of each drafter's file."""
+    D, I = config.hidden_size, config.intermediate_size  # noqa: E741
+    head_dim = getattr(config, "head_dim", None) or D // config.num_attention_heads
+    Q, K = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    V = drafter.draft_vocab or config.vocab_size
+
+    def block(inputs):
+        """Queries, two of keys and values, output, three matrices of the MLP."""
+        return inputs * Q + 2 * inputs * K + Q * D + 3 * D * I
+
+    if isinstance(drafter, Eagle3):
+        taps = len(drafter.taps) or 3
+        head = D * V if drafter.head_rank is None else drafter.head_rank * (D + V)
+        norms = 4 + (taps if drafter.fc_norm else 0)  # of embedding, of state, inside the block, behind it
+        return taps * D * D + block(2 * D) + norms * D + head
+    if isinstance(drafter, Eagle):
+        return 2 * D * D + block(D) + D
+    assert isinstance(drafter, Hydra | Medusa) and not drafter.own_heads
+    total = 0
+    for k in range(1, drafter.heads + 1):
+        inputs = (k + 1) * D if isinstance(drafter, Hydra) else D
+        projection = inputs * D if inputs != D else 0
+        total += projection + inputs * D + D + (drafter.layers - 1) * (D * D + D)
+    if isinstance(drafter, Hydra) and drafter.prefix:
+        total += block(D) + 3 * D
+    return total
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=name_of)
+def test_trained_weights_are_those_counted_by_hand(path, configs):
+    recipe, target = on_meta(path, configs)
+    size = recipe.drafter.draft_vocab
+    vocabulary = DraftVocabulary.full(target.vocab) if size is None else DraftVocabulary(torch.arange(size), target.vocab)
+    with torch.device("meta"):
+        net = recipe.drafter.build(target, vocabulary)
+    assert {weight.device.type for weight in net.parameters()} == {"meta"}
+    trained = sum(weight.numel() for weight in net.parameters())
+    assert trained == weights_by_hand(recipe.drafter, REAL[path.parent.name]())
+    planned = arithmetic(recipe, Run(configs[path.parent.name] / "none"), Topology())
+    assert any(line.startswith(f"parameters: {trained:,} trained, ") for line in planned), planned
+
+
+def test_the_weights_of_the_8b_recipes_in_numbers(configs):
+    """By pocket calculator, so that a fault shared by both formulas shows."""
+    found = {}
+    for path in EIGHT_BILLION:
+        recipe, _ = on_meta(path, configs)
+        found[name_of(path)] = weights_by_hand(recipe.drafter, REAL[path.parent.name]())
+    # fc 3x4096^2 + block (2x4096x4096 + 4x4096x1024 + 4096^2 + 3x4096xI) + 4x4096 + 32000x4096
+    assert found["qwen3-8b/eagle3"] == 50331648 + (33554432 + 16777216 + 16777216 + 150994944) + 16384 + 131072000 == 399_523_840
+    assert found["llama3.1-8b/eagle3"] == 50331648 + (33554432 + 16777216 + 16777216 + 176160768) + 16384 + 131072000
+    # 2x(2+3+4+5)x4096^2 + 3 further layers of 4 heads + 16 biases + block (2x4096^2 + 2x4096x1024 + 3x4096xI) + 3x4096
+    heads = 28 * 16777216 + 12 * 16777216 + 16 * 4096
+    assert found["qwen3-8b/hydra-plus"] == heads + (33554432 + 8388608 + 150994944) + 12288
+    assert found["llama3.1-8b/hydra-plus"] == heads + (33554432 + 8388608 + 176160768) + 12288 == 889_270_272
+
+
+@pytest.mark.parametrize("path", [path for path in EIGHT_BILLION if path.stem == "eagle3"], ids=name_of)
+def test_taps_left_out_are_those_of_the_released_code(path, configs):
+    """Inputs of layers 2, L//2 and L-3 are the outputs of the layers before them."""
+    recipe, target = on_meta(path, configs)
+    assert recipe.drafter.taps == []
+    assert recipe.drafter.taps_of(target) == (2 - 1, target.layers // 2 - 1, target.layers - 3 - 1)
