@@ -22,7 +22,7 @@ from drafttrain.decoding.sampling import Sampling, choose_tokens, stream_of
 from drafttrain.decoding.tree import Branched, branched, place_depths
 from drafttrain.decoding.verify import Verifier
 from drafttrain.target.target import Target
-from drafttrain.types import Features, Proposal, Request
+from drafttrain.types import Features, Proposal, Request, Verdict
 
 SMALLEST_BLOCK = 64
 
@@ -58,8 +58,9 @@ class Batch:
         self.stream_B = torch.zeros(rows, **whole)
         self.live_B = torch.zeros(rows, dtype=torch.bool, device=target.device)
         """Rows that hold a prompt; the others rest at slot 0, where they can do no harm."""
-        self.said_BX = torch.zeros(rows, self.drafts + 2, **whole)
-        """Of the last round: the accepted count, and the K+1 tokens from the anchor on of which accepted+1 count."""
+        self.said_BX = torch.zeros(rows, self.drafts + 3, **whole)
+        """Of the last round: the accepted count, the depth at which drafts were tried, and the K+1 tokens from the anchor on of which
+        accepted+1 count."""
         self.features: Features | None = None
         self._proposal: Proposal | None = None
         self._read: tuple[Features, Tensor] | None = None
@@ -139,7 +140,8 @@ class Batch:
         verdict = self.verify(logits_BPV, proposal, self.sampling, stream_B, length_B)
         said_BT = torch.cat([proposal.tokens_BN.gather(1, verdict.path_BK), verdict.said_B[:, None]], dim=1)
         said_BT.scatter_(1, verdict.accepted_B[:, None], verdict.said_B[:, None])
-        self.said_BX[:width, 0], self.said_BX[:width, 1 : said_BT.shape[1] + 1] = verdict.accepted_B, said_BT
+        self.said_BX[:width, 0], self.said_BX[:width, 1] = verdict.accepted_B, _tried(proposal, verdict)
+        self.said_BX[:width, 2 : said_BT.shape[1] + 2] = said_BT
         self._read = features, verdict.path_BK
 
     def _branches(self, proposal: Branched, length_B: Tensor, keys_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,7 +160,7 @@ class Batch:
         width = self.width
         features, path_BK = self._read
         T = path_BK.shape[1] + 1
-        length_B, said_BT = self.length_B[:width], self.said_BX[:width, 1 : T + 1]
+        length_B, said_BT = self.length_B[:width], self.said_BX[:width, 2 : T + 2]
         slots_BT = length_B[:, None] + torch.arange(T, device=length_B.device)
         if self.proposer and not self.proposer.chain:
             self.cache.move(slots_BT[:, :1] + 1 + path_BK, slots_BT[:, 1:])
@@ -207,6 +209,18 @@ class Batch:
         self.width = self.rows
         if width < self.rows:
             self.keep(range(width))
+
+
+def _tried(proposal: Proposal, verdict: Verdict) -> Tensor:
+    """The accepted count, and one more where a draft stood behind the last accepted one [B]."""
+    before_B1 = (verdict.accepted_B - 1)[:, None]
+    if not proposal.tokens_BN.shape[1]:
+        return verdict.accepted_B
+    last_B1 = torch.where(before_B1 < 0, -1, verdict.path_BK.gather(1, before_B1.clamp(min=0)))
+    behind_BN = proposal.parents_BN == last_B1
+    if proposal.valid_BN is not None:
+        behind_BN = behind_BN & proposal.valid_BN
+    return verdict.accepted_B + behind_BN.any(1)
 
 
 def _take(x_BPX: Tensor, place_BT: Tensor) -> Tensor:

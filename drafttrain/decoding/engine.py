@@ -15,6 +15,7 @@ import torch
 
 from drafttrain.decoding.batch import Batch, whole_blocks
 from drafttrain.decoding.graphs import Rounds, StageClock
+from drafttrain.decoding.measure import Decoded
 from drafttrain.decoding.proposer import Proposer
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.decoding.verify import Match, Verifier
@@ -64,6 +65,7 @@ class _Row:
     ends: frozenset[int]
     emitted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
     beyond: list[int] = field(default_factory=list)
     verified: int = 0
     cut: int = 0
@@ -75,13 +77,14 @@ class _Row:
         """Tokens that the target has read: all but the anchor."""
         return len(self.request.ids) + self.verified - 1
 
-    def note(self, tokens: list[int]) -> None:
-        """Verified tokens of a round."""
+    def note(self, tokens: list[int], tried: int) -> None:
+        """Verified tokens of a round, and the depth at which drafts were tried."""
         if self.ended:
             self.verified += len(tokens)
             self.beyond.extend(tokens)
         else:
             self.accepted.append(len(tokens) - 1)
+            self.tried.append(tried)
             self.take(tokens)
 
     def take(self, tokens: list[int]) -> None:
@@ -254,9 +257,9 @@ class Engine:
         assert self._rounds is not None
         said = self._rounds.collect()
         kept = []
-        for row, (accepted, *tokens) in zip(self.rows, said.rows, strict=True):
+        for row, (accepted, tried, *tokens) in zip(self.rows, said.rows, strict=True):
             if row is not None:
-                row.note(tokens[: accepted + 1])
+                row.note(tokens[: accepted + 1], tried)
                 kept.append(accepted)
         if self.proposer is not None:
             self.proposer.heard(kept, said.shape, said.seconds)
@@ -304,9 +307,9 @@ class Engine:
 def _rollout(batch: Batch, b: int, row: _Row | None, overrun: int) -> Rollout:
     assert row is not None
     ids = torch.tensor((*row.request.ids, *row.emitted))
-    rollout = Rollout(
+    rollout = Decoded(
         key=row.request.key, ids=ids, prompt_len=len(row.request.ids), accepted=row.accepted, cut=row.cut, stopped=row.stopped,
-        beyond=torch.tensor(row.beyond[:overrun], dtype=torch.long),
+        beyond=torch.tensor(row.beyond[:overrun], dtype=torch.long), tried=row.tried,
     )  # fmt: skip
     if batch.features is not None:
         rows = len(ids) - 1  # the last token was said, not read

@@ -64,7 +64,7 @@ class Collected:
     """What the host learns of a finished round."""
 
     rows: list[list[int]]
-    """For each row in play, the accepted count and the tokens of which accepted+1 count."""
+    """For each row in play, `Batch.said_BX`."""
     shape: int
     """The proposer's number for the shape of this round."""
     seconds: float | None

@@ -2,11 +2,14 @@
 
 `1 + sum(accepted + 1) - cut = tokens emitted`: the first answer token comes from the prefill.
 tau = 1 + accepted / rounds, pooled over all rounds of all prompts.
-acceptance_by_depth[k] = accepted at k / rounds that reached k; reach_by_depth[k] = accepted at k / all rounds (vLLM's per_pos).
+acceptance_by_depth[k] = accepted at k / rounds that tried a draft at k; reach_by_depth[k] = accepted at k / all rounds (vLLM's per_pos).
+
+A round tries depth k if k - 1 drafts were kept and one was proposed behind them. An unsure drafter proposes less than it could: what it
+left out was not refused.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +17,23 @@ from drafttrain.drafters.base import DrafterNet
 from drafttrain.layouts import one_chat
 from drafttrain.target.target import Target
 from drafttrain.types import Rollout
+
+
+@dataclass
+class Decoded(Rollout):
+    """An answer of the engine, which knows what was proposed."""
+
+    tried: list[int] = field(default_factory=list)
+    """Of every round the greatest depth at which a draft was tried: the accepted ones, and one more if any was proposed behind them."""
+
+
+def tried_of(rollout: Rollout, drafts: int) -> list[int]:
+    """`Decoded.tried`; of an answer that does not say, as if all `drafts` were always proposed."""
+    return rollout.tried if isinstance(rollout, Decoded) else _all_tried(rollout.accepted, drafts)
+
+
+def _all_tried(accepted: Sequence[int], drafts: int) -> list[int]:
+    return [min(count + 1, drafts) for count in accepted]
 
 
 @dataclass(frozen=True)
@@ -34,12 +54,13 @@ def count(rollouts: Iterable[Rollout], drafts: int, name: str = "engine") -> Cou
     rollouts = list(rollouts)
     check_counts(name, rollouts, drafts)
     accepted = [r for rollout in rollouts for r in rollout.accepted]
+    tried = [t for rollout in rollouts for t in tried_of(rollout, drafts)]
     tokens = sum(len(rollout.answer) for rollout in rollouts)
-    return Counts(len(rollouts), tokens, len(accepted), *acceptance(accepted, drafts))
+    return Counts(len(rollouts), tokens, len(accepted), *acceptance(accepted, drafts, tried))
 
 
 def check_counts(name: str, rollouts: Sequence[Rollout], drafts: int) -> None:
-    """Hold every prompt to `1 + sum(accepted + 1) - cut = tokens emitted`, and every round to at most `drafts` accepted.
+    """Hold every prompt to `1 + sum(accepted + 1) - cut = tokens emitted`, and every round to at most `drafts` tried and no more accepted.
 
     Raises:
         RuntimeError: naming the first prompt that breaks it. Then no number of this pass means anything.
@@ -53,14 +74,22 @@ def check_counts(name: str, rollouts: Sequence[Rollout], drafts: int) -> None:
             )
         if any(not 0 <= a <= drafts for a in r.accepted):
             raise RuntimeError(f"{name}, prompt {r.key}: a round accepted {max(r.accepted)} of {drafts} drafts")
+        tried = tried_of(r, drafts)
+        if len(tried) != len(r.accepted) or any(
+            not a <= t <= min(a + 1, drafts) for a, t in zip(r.accepted, tried, strict=False)
+        ):
+            raise RuntimeError(f"{name}, prompt {r.key}: rounds accepted {r.accepted} drafts, but tried {tried}")
 
 
-def acceptance(accepted: Sequence[int], drafts: int) -> tuple[float, list[float], list[float]]:
-    """(tau, acceptance by depth, reach by depth) of pooled rounds."""
-    rounds = len(accepted)
-    reached = [sum(r >= k for r in accepted) for k in range(drafts + 1)]
-    conditional = [reached[k] / reached[k - 1] if reached[k - 1] else 0.0 for k in range(1, drafts + 1)]
-    reach = [reached[k] / rounds if rounds else 0.0 for k in range(1, drafts + 1)]
+def acceptance(
+    accepted: Sequence[int], drafts: int, tried: Sequence[int] | None = None
+) -> tuple[float, list[float], list[float]]:
+    """(tau, acceptance by depth, reach by depth) of pooled rounds; without `tried`, as if all `drafts` were always proposed."""
+    tried = _all_tried(accepted, drafts) if tried is None else tried
+    rounds, depths = len(accepted), range(1, drafts + 1)
+    kept, asked = ([sum(count >= k for count in counts) for k in depths] for counts in (accepted, tried))
+    conditional = [a / b if b else 0.0 for a, b in zip(kept, asked, strict=True)]
+    reach = [a / rounds if rounds else 0.0 for a in kept]
     return 1 + (sum(accepted) / rounds if rounds else 0.0), conditional, reach
 
 

@@ -11,7 +11,7 @@ from time import perf_counter
 
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.graphs import StageClock
-from drafttrain.decoding.measure import check_counts
+from drafttrain.decoding.measure import Decoded, check_counts, tried_of
 from drafttrain.decoding.methods import Method
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
@@ -83,6 +83,10 @@ class Row:
         """Of the rounds of all turns."""
         return [count for rollout in self.rollouts for count in rollout.accepted]
 
+    def tried(self, drafts: int) -> list[int]:
+        """Depths at which drafts were tried in the rounds of all turns, where a round may try `drafts`."""
+        return [depth for rollout in self.rollouts for depth in tried_of(rollout, drafts)]
+
     def facts(self) -> dict:
         """A line of bench.jsonl; lists have one entry a turn. Token ids stand in the first run's lines."""
         line = {name: getattr(self, name) for name in ("part", "temperature", "method", "run", "question", "category", "seconds")}
@@ -90,6 +94,7 @@ class Row:
             "tokens": [len(rollout.answer) for rollout in self.rollouts],
             "prompt_tokens": [rollout.prompt_len for rollout in self.rollouts],
             "accepted": [rollout.accepted for rollout in self.rollouts],
+            "tried": [rollout.tried for rollout in self.rollouts if isinstance(rollout, Decoded)],
             "cut": [rollout.cut for rollout in self.rollouts],
         }
         return line | ({"ids": [rollout.answer.tolist() for rollout in self.rollouts]} if self.run == 1 else {})

@@ -37,7 +37,7 @@ DEFINITIONS = """\
   deviation over runs. *Total*: all tokens by all seconds, against plain decoding's.
 - **Plain decoding** is the same engine, with the same cache and graphs, and no drafts.
 - **tau**: 1 + accepted drafts / rounds, pooled over all rounds; an answer's first token comes from its prompt and belongs to no round.
-- **Accepted at depth k**: accepted at k / rounds that reached k. **Reach**: accepted at k / all rounds.
+- **Accepted at depth k**: accepted at k / rounds that kept k - 1 drafts and proposed one behind them. **Reach**: accepted at k / all rounds.
 - **Equal to plain**: every answer, token for token, in every run. At a temperature above 0 each question has its own random numbers, the
   same for every method; a method that draws its drafts keeps only the distribution, and is not compared.
 - **Stages** are timed in a pass of their own: *draft*, *check* (the target reads the drafts and keeps some), *commit* (buffers), and *rest*,

@@ -18,7 +18,6 @@ from drafttrain.decoding.measure import acceptance
 from drafttrain.validation.bench_config import PLAIN
 from drafttrain.validation.bench_passes import Row, Stages
 from drafttrain.validation.cost import ASSUMED_RATIOS
-from drafttrain.validation.summary import defined
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,15 @@ def _of_category(rows: Sequence[Row], plain: Sequence[Row], drafts: int, categor
 
 
 def _accepted(rows: Sequence[Row], drafts: int) -> dict:
-    """tau and acceptance by depth. Conditional acceptance is null at a depth that no round reached."""
+    """tau and acceptance by depth. Conditional acceptance is null at a depth that no round tried."""
     rounds = [count for row in rows for count in row.accepted]
-    tau, conditional, reach = acceptance(rounds, drafts)
+    tried = [depth for row in rows for depth in row.tried(drafts)]
+    tau, conditional, reach = acceptance(rounds, drafts, tried)
     return {
         "tau": tau,
         "rounds": len(rounds),
         "drafts": drafts,
-        "acceptance_by_depth": defined(conditional, reach),
+        "acceptance_by_depth": [a if depth <= max(tried, default=0) else None for depth, a in enumerate(conditional, 1)],
         "reach_by_depth": reach,
     }
 
@@ -112,7 +112,7 @@ def _stage_facts(staged: Staged, baseline: Staged, rows: Sequence[Row], base: Se
     stages, plain, gamma = staged.stages, baseline.stages, staged.gamma
     spent = {name: 1e3 * getattr(stages, name) / max(stages.rounds, 1) for name in ("draft", "check", "commit", "rest")}
     whole, step = _round_ms(stages), _round_ms(plain)
-    tau = acceptance([count for row in rows for count in row.accepted], gamma)[0]
+    tau = _accepted(rows, gamma)["tau"]
     c = spent["draft"] / gamma / step if gamma and step > 0 else 0.0
     rates = [s.tokens / (s.prefill + s.rounds * ms / 1e3) for s, ms in ((plain, step), (stages, whole))]
     return {

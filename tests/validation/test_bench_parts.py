@@ -144,6 +144,12 @@ def test_a_gpu_has_every_round_recorded_before(tiny_llama, in_a_gpus_clothes, me
     assert answers == [answer(contender.engine(sampling), each)[0][0].ids.tolist() for each in asked * 2]
 
 
+def test_a_gpu_reads_every_prompt_once_before(tiny_llama, in_a_gpus_clothes):
+    engine = Spy(tiny_llama, slots=1)
+    engine.record([request for n in (5, 9, 7) for request in ask(str(n), n).requests])
+    assert engine.heard == ["9/1", "5/1", "9/1", "7/1"], "the longest for the size of the buffers, then each"
+
+
 def test_a_cpu_records_nothing(tiny_llama):
     engine = Spy(tiny_llama, slots=1)
     engine.record(ask("a", 5).requests)
