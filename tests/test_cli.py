@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -127,7 +128,7 @@ def test_plan_prints_arithmetic_and_starts_nothing(made, tmp_path, capsys):
     assert main(["plan", *flags(made)]) == 0
     out = capsys.readouterr().out
     tokens = json.loads((made[1] / "tiny" / "data" / "train" / "manifest.json").read_text())["tokens"]
-    assert f"{tokens:,} tokens x (3 taps + 1) x 32 in bfloat16" in out and "epochs of 12 chats" in out
+    assert re.search(r"disk, features: [\d,]+ states of 3 taps", out) and f"epochs of 12 chats, {tokens:,} tokens" in out
 
 
 def test_plan_counts_the_parameters_that_are_trained(made, capsys):

@@ -6,7 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafttrain.data.features import feature_bytes
+from data_prep.config import PrepareConfig
+from drafttrain.data.features import vector_bytes
+from drafttrain.data.kept_rows import wanted_final
 from drafttrain.data.packing import RowPlan, read_chats
 from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import Share, plan_arithmetic
@@ -49,6 +51,9 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> list[str]:
     vocabulary, said = _vocabulary(recipe, target, store)
     with torch.device("meta"):
         net = recipe.drafter.build(target, vocabulary)
+    if recipe.checkpoint.tau_prompts:
+        net.require_drafts(recipe.checkpoint.drafts, "checkpoint.drafts")
+    net.require_drafts(recipe.validate.drafts, "validate.drafts")
     return [*lines, *said, *_disk(recipe, store, target, net), *_device(recipe, topology, target, net)]
 
 
@@ -105,38 +110,54 @@ def _disk(recipe: Recipe, store: TokenStore | None, target: Target, net: Drafter
     """Bytes of features, checkpoints and export."""
     trained = _size(net)
     lines = [f"parameters: {trained:,} trained, {_size(target.model):,} frozen in the target"]
-    tokens, bound = _tokens(recipe, store)
-    taps, dtype = len(net.needs.taps), recipe.data.feature_dtype
-    per_token = feature_bytes(taps, target.hidden, dtype)
-    if recipe.data.features == "stored" and tokens is not None:
-        total = human_bytes(tokens * per_token)
-        lines.append(
-            f"disk, features: {bound}{tokens:,} tokens x ({taps} taps + 1) x {target.hidden} in {dtype} = {bound}{total}"
-        )
-    elif recipe.data.features == "stored":
-        lines.append(f"disk, features: {human_bytes(per_token)} a token; how many tokens is known after data_prep")
-    else:
-        lines.append("disk, features: none, the target reads every row inside the training step")
+    lines.append(f"disk, features: {_features(recipe, store, target, net)}")
     export = trained * (2 if recipe.export.dtype == "bfloat16" else 4)
     sizes = [human_bytes(count) for count in (trained * (4 + ADAM_BYTES), 4 * trained, export)]
     lines.append("disk, checkpoints: {} to resume, {} a drafter; export: {}".format(*sizes))
     return lines
 
 
+def _features(recipe: Recipe, store: TokenStore | None, target: Target, net: DrafterNet) -> str:
+    """Bytes of stored features: to the byte once there are chats, else at most."""
+    data, taps, final = recipe.data, len(net.needs.taps), wanted_final(net.needs)
+    if data.features != "stored":
+        return "none, the target reads every row inside the training step"
+    vector = vector_bytes(target.hidden, data.feature_dtype)
+    kept = f"{target.hidden} numbers in {data.feature_dtype}"
+    if store is not None:
+        bytes_final = store.bytes_of_features(0, data.feature_dtype, final)
+        bytes_taps = store.bytes_of_features(taps, data.feature_dtype, final) - bytes_final
+        whose = "that teach" if final == "taught" else "that drafts see or learn from"
+        return (
+            f"{bytes_taps // vector:,} states of {taps} taps + {bytes_final // vector:,} final states {whose}, each {kept} = "
+            f"{human_bytes(bytes_taps + bytes_final)}"
+        )
+    each = f"({taps} taps + 1 final state) x {kept}"
+    tokens = _most_tokens(recipe.prepare)
+    if tokens is None:
+        return f"at most {each} = {human_bytes((taps + 1) * vector)} a token; how many tokens is known after data_prep"
+    return f"at most {tokens:,} tokens x {each} = at most {human_bytes(tokens * (taps + 1) * vector)}"
+
+
 def _device(recipe: Recipe, topology: Topology, target: Target, net: DrafterNet) -> list[str]:
     """Bytes that stay on each device; activations come on top."""
     stage = _zero_stage(recipe.trainer.get("strategy"))
-    shared = [1 if stage < needed else topology.world for needed in (3, 3, 2, 1)]  # target, weights, gradients, Adam
     trained = _size(net)
     size = 2 if recipe.target.dtype == "bfloat16" else 4
-    parts = [_size(target.model) * size, trained * 4, trained * 4, trained * ADAM_BYTES]
-    parts = [part // among for part, among in zip(parts, shared, strict=True)]
-    names = ("target", "drafter", "gradients", "Adam")
-    kept = " + ".join(f"{name} {human_bytes(part)}" for name, part in zip(names, parts, strict=True))
-    logits = recipe.data.rows * recipe.data.length * net.needs.depth * len(net.vocabulary.ids) * 4
+    # What is kept, its bytes, and from which ZeRO stage on it is divided among the processes (there is no stage 4).
+    parts = [("target", _size(target.model) * size, 3), ("drafter", trained * 4, 3), ("gradients", trained * 4, 2)]
+    parts.append(("Adam", trained * ADAM_BYTES, 1))
+    if not net.words and not net.vocabulary.is_full:
+        parts.append(("head for the draft vocabulary", len(net.vocabulary.ids) * target.hidden * size, 4))
+    divided = [(name, part if stage < first else part // topology.world) for name, part, first in parts]
+    kept = " + ".join(f"{name} {human_bytes(part)}" for name, part in divided)
+    elements, words = recipe.data.rows * recipe.data.length * net.needs.depth, len(net.vocabulary.ids)
+    chunk = getattr(recipe.objective, "chunk", 0)
+    whose = f"{chunk:,} elements' (objective.init_args.chunk)" if 0 < chunk < elements else "a micro-batch's"
+    logits = human_bytes(min(elements, chunk or elements) * words * 4)
     return [
-        f"device ({topology.accelerator}), each process: {kept} = {human_bytes(sum(parts))}",
-        f"device, on top: activations; one copy of a micro-batch's logits is at most {human_bytes(logits)}",
+        f"device ({topology.accelerator}), each process: {kept} = {human_bytes(sum(part for _, part in divided))}",
+        f"device, on top: activations; one copy of {whose} logits is at most {logits}",
     ]
 
 
@@ -156,16 +177,22 @@ def _store(run: Run) -> TokenStore | None:
         return None
 
 
-def _tokens(recipe: Recipe, store: TokenStore | None) -> tuple[int | None, str]:
-    """Tokens of the training store, or a bound from the recipe; and the words that go before the number."""
-    if store is not None:
-        return store.manifest.tokens, ""
-    prepare = recipe.prepare
+def _most_tokens(prepare: PrepareConfig) -> int | None:
+    """A bound on the tokens of the training store, before there is one; None if a source gives no number of prompts or of turns.
+
+    A row holds no more than the longest prompt and an answer. A chat has at most one row for each turn: several where the template
+    writes its history anew.
+    """
     counts = [vars(source).get("count") for source in prepare.prompts]
-    known = [count for count in counts if count is not None]
-    if len(known) < len(counts):
-        return None, ""
-    return sum(known) * (prepare.samples + prepare.greedy) * (prepare.max_prompt + prepare.max_tokens), "at most "
+    turns = [vars(source).get("turns", 1) for source in prepare.prompts]
+    if None in turns:
+        return None
+    rows = [] if None in counts else [sum(count * each for count, each in zip(counts, turns, strict=True))]
+    if prepare.count is not None:
+        rows.append(prepare.count * max(turns))
+    if not rows:
+        return None
+    return min(rows) * (prepare.samples + prepare.greedy) * (prepare.max_prompt + prepare.max_tokens)
 
 
 def _size(module: nn.Module) -> int:

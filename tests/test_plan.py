@@ -1,0 +1,147 @@
+"""What `plan` promises, against what is then there: tensors on disk and in memory, and rows of a store."""
+
+import re
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+from tiny_run import make_run, ragged_chats, write_store
+
+from data_prep.featurize import Stored, featurize
+from data_prep.team import ALONE
+from drafttrain.cli import main
+from drafttrain.data.kept_rows import wanted_final
+from drafttrain.data.store import TokenStore
+from drafttrain.data.token_counts import count
+from drafttrain.drafters.vocabulary import choose_vocabulary
+from drafttrain.files import human_bytes
+from drafttrain.recipe import load_recipe
+
+EAGLE3 = {"class_path": "Eagle3", "init_args": {"taps": [0, 1, 3], "depth": 2, "draft_vocab": 200}}
+EAGLE = {"class_path": "Eagle", "init_args": {"draft_vocab": 200}}
+HYDRA = {"class_path": "Hydra", "init_args": {"heads": 3, "prefix": True}}
+MEDUSA = {"class_path": "Medusa", "init_args": {"heads": 3, "own_heads": True, "draft_vocab": 200}}
+DRAFTERS = pytest.mark.parametrize("drafter", [EAGLE3, EAGLE, HYDRA, MEDUSA], ids=lambda drafter: drafter["class_path"])
+
+
+@pytest.fixture
+def planned(tmp_path, target_folders, capsys):
+    """Writes a recipe, plans it, and returns (recipe, the lines behind the recipe)."""
+
+    def plan(drafter=EAGLE3, code=0, **sections):
+        tree = {
+            "name": "tiny",
+            "target": {"path": str(target_folders("llama"))},
+            "prepare": {
+                "prompts": [{"class_path": "SelfPrompts", "init_args": {"count": 10}}],
+                "max_prompt": 30,
+                "max_tokens": 20,
+            },
+            "drafter": drafter,
+            "objective": {"class_path": "Distillation"},
+            "data": {"features": "stored", "length": 48, "rows": 2},
+            "checkpoint": {"drafts": 2},
+            "validate": {"drafts": 2},
+            "trainer": {"max_steps": 2},
+        }
+        for name, values in sections.items():
+            tree[name] = {**tree.get(name, {}), **values}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+        assert main(["plan", "--config", str(tmp_path / "recipe.yaml"), "--runs", str(tmp_path)]) == code
+        said = capsys.readouterr()
+        return load_recipe([tmp_path / "recipe.yaml"])[0], (said.out + said.err).splitlines()
+
+    return plan
+
+
+def line(lines, start) -> str:
+    [found] = [each for each in lines if each.startswith(start)]
+    return found
+
+
+@DRAFTERS
+def test_stored_features_are_known_to_the_byte(planned, tmp_path, tiny_llama, drafter):
+    """Counts in the plan against the tensors that featurising leaves on disk."""
+    recipe, _ = planned(drafter)
+    make_run(tmp_path / "tiny", tiny_llama)
+    store = TokenStore.open(tmp_path / "tiny" / "data" / "train")
+    net = recipe.drafter.build(tiny_llama, choose_vocabulary(recipe.drafter, tiny_llama, count(store))[0])
+    _, lines = planned(drafter)
+    said = line(lines, "disk, features: ")
+    featurize(store.folder, tiny_llama, Stored(net.needs.taps, "bfloat16", wanted_final(net.needs)), ALONE, say=lambda text: None)
+    made = [load_file(file) for file in sorted(store.folder.glob("features-*.safetensors"))]
+    taps, finals = (sum(part[name].numel() // tiny_llama.hidden for part in made) for name in ("taps", "final"))
+    assert finals > 0 and (taps > 0) == (drafter is EAGLE3)
+    assert f" {taps:,} states of {len(net.needs.taps)} taps + {finals:,} final states " in said
+    assert said.endswith(f" = {human_bytes(sum(x.nbytes for part in made for x in part.values()))}")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "tokens"),
+    [
+        ({}, 10 * 50),
+        ({"greedy": True}, 20 * 50),
+        ({"samples": 3, "count": 4}, 12 * 50),
+        ({"prompts": [{"class_path": "JsonlPrompts", "init_args": {"path": "x", "count": 5, "turns": 2}}]}, 10 * 50),
+        ({"prompts": [{"class_path": "JsonlPrompts", "init_args": {"path": "x", "turns": 2}}]}, None),
+        ({"prompts": [{"class_path": "JsonlPrompts", "init_args": {"path": "x", "turns": 2}}], "count": 3}, 6 * 50),
+        ({"prompts": [{"class_path": "JsonlPrompts", "init_args": {"path": "x", "count": 5}}]}, None),  # any number of turns
+    ],
+)
+def test_before_there_are_chats_the_recipe_bounds_their_features(planned, prepare, tokens):
+    for drafter, taps in ((EAGLE3, 3), (HYDRA, 0)):
+        said = line(planned(drafter, prepare=prepare)[1], "disk, features: ")
+        if tokens is None:
+            assert said.endswith(f"= {human_bytes((taps + 1) * 64)} a token; how many tokens is known after data_prep")
+        else:
+            assert f"at most {tokens:,} tokens x ({taps} taps + 1 final state) x 32 numbers" in said
+            assert said.endswith(f" = at most {human_bytes(tokens * (taps + 1) * 64)}")
+
+
+def test_fp8_features_count_their_scales(planned):
+    said = line(planned(HYDRA, data={"feature_dtype": "float8_e4m3fn"})[1], "disk, features: ")
+    assert said.endswith(f"at most {human_bytes(10 * 50 * (32 + 4))}")
+
+
+@DRAFTERS
+def test_what_stays_on_the_device_is_what_a_net_and_its_target_hold(planned, tmp_path, tiny_llama, drafter):
+    write_store(tmp_path / "tiny" / "data" / "train", ragged_chats(20, tiny_llama.vocab), tiny_llama.identity)
+    recipe, lines = planned(drafter)
+    vocabulary, _ = choose_vocabulary(recipe.drafter, tiny_llama, count(TokenStore.open(tmp_path / "tiny" / "data" / "train")))
+    net = recipe.drafter.build(tiny_llama, vocabulary)
+    weights = sum(weight.nbytes for weight in net.parameters())
+    target = sum({weight.data_ptr(): weight.nbytes for weight in tiny_llama.model.parameters()}.values())
+    head = 200 * tiny_llama.hidden * 4 if drafter is EAGLE else 0  # it alone speaks with the target's head on fewer words
+    said = line(lines, "device (cpu)")
+    assert f"target {human_bytes(target)} + drafter {human_bytes(weights)} + gradients {human_bytes(weights)} + Adam " in said
+    assert (f" + head for the draft vocabulary {human_bytes(head)} = " in said) == bool(head)
+    assert said.endswith(f" = {human_bytes(target + 4 * weights + head)}")
+
+
+def test_logits_are_those_that_are_held_at_once(planned):
+    """2 rows x 48 tokens x 3 heads x 320 tokens in fp32, or of a chunk of them."""
+    elements = 2 * 48 * 3
+    whole = line(planned(HYDRA)[1], "device, on top: ")
+    assert whole.endswith(f"one copy of a micro-batch's logits is at most {human_bytes(elements * 320 * 4)}")
+    for chunk in (16, elements, 10_000):
+        said = line(planned(HYDRA, objective={"init_args": {"chunk": chunk}})[1], "device, on top: ")
+        assert ("16 elements' (objective.init_args.chunk)" in said) == (chunk == 16)
+        assert said.endswith(human_bytes(min(chunk, elements) * 320 * 4))
+
+
+@pytest.mark.parametrize("section", ["checkpoint", "validate"])
+def test_more_drafts_than_heads_are_refused_before_anything_is_loaded(planned, section):
+    _, lines = planned(HYDRA, code=2, **{section: {"drafts": 4}})
+    assert re.match(rf"error: {section}\.drafts asks for 4 drafts in a row, but this drafter has 3 heads", lines[-1])
+    if section == "checkpoint":
+        planned(HYDRA, checkpoint={"drafts": 4, "tau_prompts": 0})
+
+
+def test_a_drafter_without_taps_or_head_of_its_own(planned):
+    """A full vocabulary through the target's head: nothing is trained or copied for a token."""
+    lines = planned(HYDRA)[1]
+    D, K, I = 32, 16, 48  # noqa: E741
+    trained = 2 * (2 + 3 + 4) * D * D + 3 * D + (2 * D * D + 2 * D * K + 3 * D * I) + 3 * D
+    assert line(lines, "parameters: ").startswith(f"parameters: {trained:,} trained, ")
+    # Weights and both of Adam's averages.
+    assert f"{human_bytes(12 * trained)} to resume" in line(lines, "disk, checkpoints: ")
