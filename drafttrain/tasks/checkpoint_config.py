@@ -1,4 +1,4 @@
-"""What the recipe says about checkpoints and about measuring the drafter while it trains. The parser reads this: no heavy imports."""
+"""What the recipe says about where training begins, about checkpoints, and about measuring the drafter while it trains. The parser reads this: no heavy imports."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from drafttrain.errors import UserError
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When to save, and how to measure tau on held-out prompts during training."""
+    """What to begin from, when to save, and how to measure tau on held-out prompts during training."""
 
     every: int = 200
     """Optimizer steps between two saves of the resume state. The end and a stop signal save anyway."""
@@ -21,10 +21,19 @@ class CheckpointConfig:
     """Draft tokens a round in those answers."""
     slots: int = 16
     """Prompts answered at once in them."""
+    start: str | None = None
+    """A trained drafter to begin from, as a folder or a Hub id: a `checkpoints/best` or an export of ours, or a published EAGLE-1/2, EAGLE-3
+    (original, SpecForge, speculators), Medusa or Hydra checkpoint; null begins anew. A run that goes on does not read it again."""
+    start_pickle: bool = False
+    """Read `start` also where it is a pickle (pytorch_model.bin); only tensors are unpacked."""
 
     def __post_init__(self):
         for name in ("every", "tau_every", "tau_tokens", "drafts", "slots"):
             if getattr(self, name) < 1:
                 raise UserError(f"checkpoint.{name} is {getattr(self, name)}, but must be 1 or more.")
+        if self.start is not None and not self.start.strip():
+            raise UserError(
+                "checkpoint.start is empty; name a trained drafter (a folder or a Hub id), or set it to null to begin anew."
+            )
         if self.tau_prompts < 0:
             raise UserError(f"checkpoint.tau_prompts is {self.tau_prompts}, but must be 0 (measure nothing) or more.")

@@ -32,6 +32,7 @@ from drafttrain.data.stream import DataConfig, Share, WindowStream, make_loader,
 from drafttrain.data.token_counts import count
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
 from drafttrain.drafters.vocabulary import choose_vocabulary
+from drafttrain.drafters.warm_start import WarmStart, keep_vocabulary, kept_vocabulary
 from drafttrain.errors import UserError
 from drafttrain.files import require_space
 from drafttrain.losses import Objective
@@ -119,8 +120,7 @@ def train(
             return checkpoints / "best"
     with StopSignal() as stop:
         model = load_target(target, device=topology.device)
-        build = _builder(drafter, model, store, data.seed, say)
-        net = build()
+        build, net = _begin(sections, model, store, checkpoints, saved is not None, topology.rank, say)
         if net.needs.depth > data.length - 2:  # an anchor needs a row before it and `depth` labels behind it
             raise UserError(
                 f"drafter.init_args.depth is {net.needs.depth}, but a row of data.length {data.length} tokens has room for at most "
@@ -152,6 +152,7 @@ def recipe_facts(sections: Sections, store: TokenStore) -> dict[str, Any]:
         "objective": facts_of(sections.objective),
         "data": {name: getattr(sections.data, name) for name in ("length", "seed", "feature_dtype")},
         "optimizer": dataclasses.asdict(sections.optimizer),
+        "checkpoint.start": sections.checkpoint.start,  # null and a checkpoint from before this key are the same
         "chats": {
             "count": len(store),
             "tokens": store.manifest.tokens,
@@ -193,20 +194,40 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
             raise UserError(ours_refused(key))
 
 
-def _builder(
-    drafter: DrafterConfig, target: Target, store: TokenStore, seed: int, say: Callable[[str], None]
-) -> Callable[[], DrafterNet]:
-    """A function that makes the same fresh net each time, over the draft vocabulary of the store."""
+def _begin(
+    sections: Sections,
+    target: Target,
+    store: TokenStore,
+    checkpoints: Path,
+    resumed: bool,
+    rank: int,
+    say: Callable[[str], None],
+) -> tuple[Callable[[], DrafterNet], DrafterNet]:
+    """A function that makes the same fresh net each time, and the net to train: a fresh one, filled from `checkpoint.start` if that is
+    named. A run that goes on does not read it again."""
     store.require(target.identity)
-    vocabulary, lines = choose_vocabulary(drafter, target, count(store))
-    for line in lines:
-        say(line)
+    drafter, where, start = sections.drafter, sections.checkpoint.start, None
+    if where is None:
+        vocabulary, lines = choose_vocabulary(drafter, target, count(store))
+    elif resumed:
+        vocabulary = kept_vocabulary(checkpoints, target.vocab)
+        lines = [f"checkpoint.start {where} is not read again: the run goes on from its own checkpoint"]
+    else:
+        start = WarmStart.open(where, sections.checkpoint.start_pickle, drafter, target)
+        vocabulary, lines = start.choose_vocabulary(count(store))
 
     def build() -> DrafterNet:
-        torch.manual_seed(seed)
+        torch.manual_seed(sections.data.seed)
         return drafter.build(target, vocabulary)
 
-    return build
+    net = build()
+    if start is not None:
+        lines += start.fill(net)
+        if rank == 0:
+            keep_vocabulary(checkpoints, vocabulary)
+    for line in lines:
+        say(line)
+    return build, net
 
 
 def _stream(

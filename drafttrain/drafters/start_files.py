@@ -1,0 +1,83 @@
+"""Finding the folder that training begins from, and reading its tensors: a local folder or a Hub id, safetensors or (on request) a pickle."""
+
+import pickle as pickles
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from drafttrain.errors import UserError
+
+WEIGHTS = "*.safetensors"
+PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+WANTED = ("config.json", "drafter.json", WEIGHTS)
+
+
+def find(where: str, pickle: bool) -> Path:
+    """The folder, downloaded (or taken from the cache) where it is a Hub id. UserError if it is not to be had."""
+    from huggingface_hub import snapshot_download
+
+    local = Path(where).expanduser()
+    if local.is_dir():
+        return local
+    if local.exists() or where.startswith(("/", "./", "../", "~")) or where.count("/") != 1:
+        raise UserError(
+            f"checkpoint.start is {where}, but there is no such folder; give an existing folder or a Hub id (owner/name)."
+        )
+    wanted = [*WANTED, *(PICKLES if pickle else ())]
+    try:
+        return Path(snapshot_download(where, allow_patterns=wanted))
+    except Exception as error:  # the client raises a dozen kinds here; every one means that the checkpoint cannot be had
+        raise UserError(f"checkpoint.start {where} could not be downloaded: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return "it is gated; ask for access on its Hub page and log in with `hf auth login` on this machine."
+    if "RepositoryNotFoundError" in kinds:
+        return "there is no such repository on the Hub (or it is private and you are not logged in); check the id, or run `hf auth login`."
+    if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}:
+        return "the Hub cannot be reached and it is not in the local cache; give a local folder, or connect."
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
+
+
+def read_tensors(folder: Path, pickle: bool, what: str) -> dict[str, Tensor]:
+    """Every tensor of the folder's safetensors, or of its pickles if there are none and the recipe allows them. UserError otherwise."""
+    files = sorted(folder.glob(WEIGHTS))
+    if not files:
+        files = sorted(file for pattern in PICKLES for file in folder.glob(pattern))
+        if not files:
+            asked = "" if pickle else f" (if it holds a pickle, {' or '.join(PICKLES)}: set checkpoint.start_pickle to true)"
+            raise UserError(f"{what} holds no weights (*.safetensors){asked}; give a folder or Hub id of a trained drafter.")
+        if not pickle:
+            raise UserError(
+                f"{what} holds its weights as a pickle ({files[0].name}), which is not read unless you allow it; set checkpoint.start_pickle "
+                "to true (only tensors are unpacked), or give a checkpoint in safetensors."
+            )
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        more = _read_file(file, what)
+        if twice := sorted(tensors.keys() & more.keys()):
+            raise UserError(f"{what} holds {', '.join(twice[:3])} in more than one file; leave only one set of weights there.")
+        tensors |= more
+    return tensors
+
+
+def _read_file(file: Path, what: str) -> dict[str, Tensor]:
+    way_out = "download or copy it again."
+    if file.suffix == ".safetensors":
+        try:
+            return load_file(str(file))
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{what}: {file.name} is damaged ({error}); {way_out}") from error
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickles.UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"{what}: {file.name} is damaged or holds more than tensors ({reason}); {way_out}") from error
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise UserError(f"{what}: {file.name} holds something else than named tensors; give a checkpoint of weights alone.")
+    return found
