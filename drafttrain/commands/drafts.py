@@ -6,7 +6,7 @@ from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.save import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.export.card import MADE_FILE, report_of, write_card
-from drafttrain.export.eagle3 import load_export
+from drafttrain.export.export import load_export
 from drafttrain.files import read_json
 from drafttrain.run import Run
 from drafttrain.target.target import Target

@@ -2,8 +2,10 @@
 
 from drafttrain.commands.drafts import refresh_card, training_facts
 from drafttrain.drafters.save import load_drafter
-from drafttrain.export.eagle3 import export_eagle3
+from drafttrain.export.card import served_by
+from drafttrain.export.export import export_drafter
 from drafttrain.export.hub import push
+from drafttrain.export.registry import format_named
 from drafttrain.files import RunLock
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
@@ -17,8 +19,10 @@ def run(recipe: Recipe, options: Options) -> None:
     net, record = load_drafter(folder.best, target)
     with RunLock(folder.folder):
         folder.record("export", recipe.plain())
-        made = export_eagle3(net, target, folder.export, recipe.export, None, training_facts(record))
+        made = export_drafter(net, target, folder.export, recipe.export, None, training_facts(record))
         refresh_card(folder)
+    format = format_named(made, str(folder.export))
+    print(f"{format.title}, {served_by(format)}")
     for note in made["notes"]:
         print(f"note: {note}")
     size, gap = made["weights"]["bytes"], made["check"]["against_trained"]

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.errors import UserError
+from drafttrain.export.format import NAMES, Format
+from drafttrain.export.registry import format_named
 from drafttrain.files import read_json, write_atomic, write_json_atomic
 
 MADE_FILE = "drafttrain.json"
@@ -18,6 +20,8 @@ MEASURED = (
     "tokens_per_second", "baseline_tokens_per_second", "lookup_tau", "untrained_tau", "hardware", "commit",
 )  # fmt: skip
 """What is taken over from a report."""
+UNMEASURED_DRAFTS = 3
+"""Tokens to propose in a round where nothing was measured."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -37,7 +41,17 @@ def write_card(folder: str | Path, report: dict | None) -> None:
 def card_text(made: dict[str, Any], report: dict | None) -> str:
     """The card as text. `made` is drafttrain.json; `report` is validation.json or the part of it that is kept there, None if the
     drafter was never validated."""
-    parts = [_front_matter(made), _what(made), _measured(report), _serving(made, report), _training(made), _files(made)]
+    format = format_named(made, "the export")
+    use = _serving(format, made, report) if format.engines else _running()
+    parts = [
+        _front_matter(format, made),
+        _what(format, made),
+        _measured(report),
+        use,
+        _notes(made),
+        _training(made),
+        _files(made),
+    ]
     return "\n".join(part for part in parts if part)
 
 
@@ -47,28 +61,33 @@ def base_model(identity: dict[str, Any], named: str | None) -> str | None:
     return named or (path if HUB_ID.fullmatch(path) and not path.endswith(".gguf") and not Path(path).exists() else None)
 
 
-def _front_matter(made: dict) -> str:
+def served_by(format: Format) -> str:
+    """Who loads it, with versions."""
+    found = [f"{NAMES[engine.name]} ({engine.versions})" for engine in format.engines]
+    return f"for {' and '.join(found)}" if found else "which no serving engine loads; drafttrain runs it"
+
+
+def _front_matter(format: Format, made: dict) -> str:
     lines = ["---"]
     if made["base_model"]:
         lines += ["base_model:", f"- {made['base_model']}"]
     if made["license"]:
         lines += [f"license: {made['license']}"]
-    tags = ["eagle3", "speculative-decoding", "drafter", "vllm", "sglang"]
+    tags = [format.method, "speculative-decoding", "drafter", *(engine.name for engine in format.engines)]
     return "\n".join(
         [*lines, "library_name: drafttrain", "pipeline_tag: text-generation", "tags:", *[f"- {tag}" for tag in tags], "---", ""]
     )
 
 
-def _what(made: dict) -> str:
+def _what(format: Format, made: dict) -> str:
     identity, facts = made["identity"], made["config"]
-    taps = ", ".join(map(str, facts["taps"]))
     full = facts["draft_vocab"] == facts["vocab"]
     words = "every token" if full else f"{facts['draft_vocab']:,} of the target's {facts['vocab']:,} tokens"
-    return f"""# EAGLE-3 drafter for {made["base_model"] or identity["path"]}
+    return f"""# {format.title} for {made["base_model"] or identity["path"]}
 
 A drafter for speculative decoding: it proposes several tokens, the target checks them in one pass, and only what the target
-itself would have said is kept. One decoder layer reads the target's hidden states after layers {taps} (counted from 0) and says
-{words}. It is of use only with this target (revision `{identity["revision"]}`) and its tokenizer.
+itself would have said is kept. {format.about(made)} It can say {words}. It is of use only with this target
+(revision `{identity["revision"]}`) and its tokenizer.
 """
 
 
@@ -99,26 +118,54 @@ def _measured(report: dict | None) -> str:
     return f"## Measured\n\n| | |\n|---|---|\n{table}\n\n{note}\n"
 
 
-def _serving(made: dict, report: dict | None) -> str:
+def _drafts(made: dict, report: dict | None) -> int:
+    """Tokens to propose in a round: as many as were measured."""
+    return (
+        len(report["acceptance_by_depth"])
+        if report
+        else min(UNMEASURED_DRAFTS, made["config"]["most_drafts"] or UNMEASURED_DRAFTS)
+    )
+
+
+def _serving(format: Format, made: dict, report: dict | None) -> str:
     target, here = made["base_model"] or "PATH/TO/TARGET", made["repository"] or "PATH/TO/THIS/FOLDER"
-    drafts = len(report["acceptance_by_depth"]) if report else 3
-    return f"""## Serve
+    drafts, blocks = _drafts(made, report), ["## Serve"]
+    for engine in format.engines:
+        say = "; say the method, or it is guessed from the path" if engine.name == "vllm" else ""
+        command = (_vllm if engine.name == "vllm" else _sglang)(target, here, engine.method, drafts)
+        flags = format.extra_flags(engine.name, made, here)
+        blocks.append(f"{NAMES[engine.name]} ({engine.versions}{say}):\n\n```bash\n{command}{flags}\n```")
+    return "\n\n".join(blocks) + "\n"
 
-vLLM (0.26 and later; say the method, or it is guessed from the path):
+
+def _vllm(target: str, here: str, method: str, drafts: int) -> str:
+    return (
+        f"vllm serve {target} \\\n"
+        f'  --speculative-config \'{{"method": "{method}", "model": "{here}", "num_speculative_tokens": {drafts}}}\''
+    )
+
+
+def _sglang(target: str, here: str, method: str, drafts: int) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \\\n"
+        f"  --speculative-draft-model-path {here} --speculative-num-steps {drafts} --speculative-eagle-topk 1 \\\n"
+        f"  --speculative-num-draft-tokens {drafts + 1}"
+    )
+
+
+def _running() -> str:
+    return """## Run
+
+No serving engine loads this folder. drafttrain runs a local copy of it, with a recipe for the target:
 
 ```bash
-vllm serve {target} \\
-  --speculative-config '{{"method": "eagle3", "model": "{here}", "num_speculative_tokens": {drafts}}}'
-```
-
-SGLang:
-
-```bash
-python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 \\
-  --speculative-draft-model-path {here} --speculative-num-steps {drafts} --speculative-eagle-topk 1 \\
-  --speculative-num-draft-tokens {drafts + 1}
+python -m drafttrain generate --config RECIPE.yaml --draft PATH/TO/THIS/FOLDER --prompt "Name three rivers."
 ```
 """
+
+
+def _notes(made: dict) -> str:
+    return "## To know\n\n" + "\n".join(f"- {note}" for note in made["notes"]) + "\n" if made["notes"] else ""
 
 
 def _training(made: dict) -> str:

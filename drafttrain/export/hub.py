@@ -48,17 +48,21 @@ def push(folder: str | Path, repo_id: str, private: bool = True, endpoint: str |
     raise AssertionError("the last attempt returns or raises")
 
 
-def name_warning(repo_id: str) -> str | None:
-    """What vLLM would guess from the repository's name, if that is not EAGLE-3; None if the name is good.
+GUESSES = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
+"""What vLLM takes a lower-cased path for when it is not told the method: the first of these that it contains."""
+CALLED = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
 
-    vLLM guesses the method from the lower-cased path when it is not told: `eagle-` means EAGLE-1, then `eagle3` EAGLE-3.
-    """
-    name = repo_id.lower()
-    if "eagle-" in name:
-        return f'The name {repo_id} contains \'eagle-\', which vLLM takes for EAGLE-1 unless it is told "method": "eagle3".'
-    if "eagle3" not in name:
-        return f'The name {repo_id} does not contain \'eagle3\', so vLLM cannot guess the method: always pass "method": "eagle3".'
-    return None
+
+def name_warning(repo_id: str, method: str) -> str | None:
+    """What vLLM would guess from the repository's name, if that is not `method`; None if the name is good."""
+    part, guessed = next(((part, guessed) for part, guessed in GUESSES if part in repo_id.lower()), (None, None))
+    wanted = next((part for part, guess in GUESSES if guess == method), None)
+    if guessed == method or (guessed is None and wanted is None):  # methods without a word are known from config.json
+        return None
+    told = f'"method": "{method}"'
+    if guessed is not None:
+        return f"The name {repo_id} contains '{part}', which vLLM takes for {CALLED[guessed]} unless it is told {told}."
+    return f"The name {repo_id} does not contain '{wanted}', so vLLM cannot guess the method: always pass {told}."
 
 
 def explain(error: BaseException, doing: str, endpoint: str) -> UserError:

@@ -14,7 +14,7 @@ from drafttrain.drafters.trim import choose_kept, trim
 from drafttrain.drafters.vocabulary import choose_vocabulary, draft_cost
 from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
-from drafttrain.export.eagle3 import export_eagle3, load_export
+from drafttrain.export.export import export_drafter, load_export
 from drafttrain.layouts import one_chat
 from drafttrain.losses import Distillation
 from drafttrain.tasks.teacher import TargetTeacher
@@ -144,7 +144,7 @@ def test_the_target_says_the_same_with_a_trimmed_drafter(tiny_llama, net, tmp_pa
     counts = count(supervised_V, torch.zeros_like(supervised_V), chats, sayable.t2d)
     small = trim(whole, tiny_llama, choose_kept(whole, tiny_llama, counts, int(0.8 * len(said.unique()))))
     save_drafter(tmp_path / "best", small, small.config, tiny_llama.identity, {})
-    export_eagle3(small, tiny_llama, tmp_path / "export", ExportConfig(dtype="float32"), None)
+    export_drafter(small, tiny_llama, tmp_path / "export", ExportConfig(dtype="float32"), None)
     rounds = []
     for drafter in (small, load_drafter(tmp_path / "best", tiny_llama)[0], load_export(tmp_path / "export", tiny_llama), whole):
         spoken = list(generate(tiny_llama, requests, proposer=ChainProposer(drafter, DRAFTS), slots=2))

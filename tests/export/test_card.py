@@ -11,12 +11,17 @@ from drafttrain.errors import UserError
 from drafttrain.export.card import base_model, card_text, report_of, write_card
 
 MADE = {
+    "format": "eagle3",
+    "method": "eagle3",
+    "class_path": "Eagle3",
+    "init_args": {"taps": [1, 14, 26], "depth": 5},
+    "notes": [],
     "identity": {"path": "org/Tiny-Instruct", "revision": "abc123", "template_arguments": "{}"},
     "base_model": "org/Tiny-Instruct",
     "license": "apache-2.0",
     "repository": "me/tiny-eagle3",
     "facts": {"steps": 120, "tokens": 250000, "nested": {"not": "shown"}},
-    "config": {"taps": [1, 14, 26], "vocab": 49152, "draft_vocab": 4096},
+    "config": {"taps": [1, 14, 26], "vocab": 49152, "draft_vocab": 4096, "most_drafts": None},
     "dtype": "bfloat16",
     "weights": {"file": "model.safetensors", "bytes": 12345678, "sha256": "f" * 64},
     "check": {"against_cast": 0.0, "against_trained": 0.0123, "largest_logit": 17.5},

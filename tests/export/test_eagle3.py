@@ -13,7 +13,8 @@ from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.export import eagle3 as module
 from drafttrain.export.config import ExportConfig
-from drafttrain.export.eagle3 import embedding_gap, export_eagle3, load_export
+from drafttrain.export.eagle3 import embedding_gap
+from drafttrain.export.export import export_drafter, load_export
 from drafttrain.target.target import own_attention
 from drafttrain.types import Features, Sequences
 from drafttrain.vocab import DraftVocabulary
@@ -62,7 +63,7 @@ def as_target_logits(small_NV: torch.Tensor, net) -> torch.Tensor:
 def test_an_engine_computes_the_logits_of_the_training_forward_and_of_the_decoding_steps(tiny_llama, tmp_path, taps, draft_vocab):
     """Three computations: the unrolled training forward, the cached decoding steps, the plain reference on the folder."""
     net = make_net(tiny_llama, taps, draft_vocab)
-    export_eagle3(net, tiny_llama, tmp_path / "export", FLOAT32, None)
+    export_drafter(net, tiny_llama, tmp_path / "export", FLOAT32, None)
     sequences = text(net)
     ids, anchor = sequences.ids_BT[0], PROMPT
     reference = ReferenceEagle3(tmp_path / "export", tiny_llama.embedding_weight)
@@ -85,7 +86,9 @@ def test_an_engine_computes_the_logits_of_the_training_forward_and_of_the_decodi
 
 def decoding_logits(net, ids, taps_TAD, anchor) -> torch.Tensor:
     state = net.begin(1, 64, DRAFTS)
-    hidden = net.commit(state, None, Features(taps_TAD[None], taps_TAD[None, :, 0]), ids[None, 1 : anchor + 1], torch.tensor([anchor]), 64)
+    hidden = net.commit(
+        state, None, Features(taps_TAD[None], taps_TAD[None, :, 0]), ids[None, 1 : anchor + 1], torch.tensor([anchor]), 64
+    )
     rows = [net.logits(hidden, ids[anchor : anchor + 1])]
     for number, token in enumerate(ids[anchor + 1 : anchor + DRAFTS]):
         rows.append(net.logits(net.step(state, token[None, None], torch.tensor([[number - 1]]))[0], token[None]))
@@ -99,7 +102,7 @@ def decoding_logits(net, ids, taps_TAD, anchor) -> torch.Tensor:
 def test_the_comparison_above_notices_each_known_mistake(tiny_llama, tmp_path, mutation):
     """The reference is bent in one place each time; if it still agreed, the parity test would prove nothing."""
     net = make_net(tiny_llama)
-    export_eagle3(net, tiny_llama, tmp_path / "export", FLOAT32, None)
+    export_drafter(net, tiny_llama, tmp_path / "export", FLOAT32, None)
     sequences = text(net)
     ids = sequences.ids_BT[0].tolist()
     reference, bent = (ReferenceEagle3(tmp_path / "export", tiny_llama.embedding_weight) for _ in range(2))
@@ -127,7 +130,7 @@ def test_the_comparison_above_notices_each_known_mistake(tiny_llama, tmp_path, m
 
 def test_the_folder_holds_what_engines_and_people_read(tiny_llama, tmp_path):
     net = make_net(tiny_llama)
-    made = export_eagle3(net, tiny_llama, tmp_path / "export", ExportConfig(), None, {"steps": 120})
+    made = export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(), None, {"steps": 120})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export"]
     assert sorted(os.listdir(tmp_path / "export")) == ["README.md", "config.json", "drafttrain.json", "model.safetensors"]
     tensors = load_file(tmp_path / "export" / "model.safetensors")
@@ -143,8 +146,8 @@ def test_the_folder_holds_what_engines_and_people_read(tiny_llama, tmp_path):
 
 def test_float32_reads_back_to_the_bit_and_bfloat16_says_what_rounding_cost(tiny_llama, tmp_path):
     net = make_net(tiny_llama)
-    exact = export_eagle3(net, tiny_llama, tmp_path / "exact", FLOAT32, None)["check"]
-    rounded = export_eagle3(net, tiny_llama, tmp_path / "rounded", ExportConfig(), None)["check"]
+    exact = export_drafter(net, tiny_llama, tmp_path / "exact", FLOAT32, None)["check"]
+    rounded = export_drafter(net, tiny_llama, tmp_path / "rounded", ExportConfig(), None)["check"]
     assert exact["against_cast"] <= 1e-6 and exact["against_trained"] <= 1e-6
     assert rounded["against_cast"] <= 1e-6 < 1e-3 < rounded["against_trained"]
     assert exact["rows"] > 80 and exact["largest_logit"] > 1  # every anchor of the fixed text, five depths
@@ -152,7 +155,7 @@ def test_float32_reads_back_to_the_bit_and_bfloat16_says_what_rounding_cost(tiny
 
 def test_any_target_architecture_exports_and_reads_back(any_target, tmp_path):
     net = make_net(any_target)
-    made = export_eagle3(net, any_target, tmp_path / "export", FLOAT32, None)
+    made = export_drafter(net, any_target, tmp_path / "export", FLOAT32, None)
     again = load_export(tmp_path / "export", any_target)
     assert made["check"]["against_trained"] <= 1e-6 * max(1, made["check"]["largest_logit"])
     assert again.needs.taps == (0, 1, 3) and again.shape == net.shape and torch.equal(again.vocabulary.ids, net.vocabulary.ids)
@@ -161,7 +164,7 @@ def test_any_target_architecture_exports_and_reads_back(any_target, tmp_path):
 def test_reading_uses_config_json_and_not_our_own_record(tiny_llama, tmp_path):
     """An engine has only config.json: without drafttrain.json the drafter is the same, and another config is another drafter."""
     net = make_net(tiny_llama)
-    export_eagle3(net, tiny_llama, tmp_path / "export", FLOAT32, None)
+    export_drafter(net, tiny_llama, tmp_path / "export", FLOAT32, None)
     made = tmp_path / "export" / "drafttrain.json"
     made.unlink()
     again = load_export(tmp_path / "export", tiny_llama)
@@ -195,12 +198,12 @@ def edit_tensors(folder: Path, change) -> None:
 def test_a_folder_that_reads_back_as_another_net_is_not_put_in_place(tiny_llama, tmp_path, monkeypatch, writes_wrong, complaint):
     """The exporter is made to write a wrong config; the check must see it in the logits, and keep the earlier export."""
     net = make_net(tiny_llama)
-    export_eagle3(net, tiny_llama, tmp_path / "export", FLOAT32, None)
+    export_drafter(net, tiny_llama, tmp_path / "export", FLOAT32, None)
     before = (tmp_path / "export" / "config.json").read_bytes()
     right = module.engine_config
     monkeypatch.setattr(module, "engine_config", lambda *args: writes_wrong(right(*args)))
     with pytest.raises(UserError, match=complaint):
-        export_eagle3(make_net(tiny_llama, seed=5), tiny_llama, tmp_path / "export", FLOAT32, None)
+        export_drafter(make_net(tiny_llama, seed=5), tiny_llama, tmp_path / "export", FLOAT32, None)
     assert (tmp_path / "export" / "config.json").read_bytes() == before
     monkeypatch.undo()
     assert torch.equal(load_export(tmp_path / "export", tiny_llama).fc.weight, net.fc.weight)
@@ -209,7 +212,7 @@ def test_a_folder_that_reads_back_as_another_net_is_not_put_in_place(tiny_llama,
 def test_an_export_killed_at_any_moment_leaves_the_earlier_one(tiny_llama, tmp_path, monkeypatch):
     folder = tmp_path / "export"
     old, new = make_net(tiny_llama), make_net(tiny_llama, seed=9)
-    export_eagle3(old, tiny_llama, folder, FLOAT32, None)
+    export_drafter(old, tiny_llama, folder, FLOAT32, None)
 
     class Killed(BaseException):
         pass
@@ -226,7 +229,7 @@ def test_an_export_killed_at_any_moment_leaves_the_earlier_one(tiny_llama, tmp_p
 
         monkeypatch.setattr(os, "replace", replace_or_die)
         try:
-            export_eagle3(new, tiny_llama, folder, FLOAT32, None)
+            export_drafter(new, tiny_llama, folder, FLOAT32, None)
             break
         except Killed:
             monkeypatch.undo()
@@ -269,13 +272,8 @@ def test_a_net_that_no_engine_loads_is_refused_before_anything_is_written(tiny_l
     net = make_net(tiny_llama)
     break_net(net)
     with pytest.raises(UserError, match=complaint):
-        export_eagle3(net, tiny_llama, tmp_path / "export", FLOAT32, None)
+        export_drafter(net, tiny_llama, tmp_path / "export", FLOAT32, None)
     assert not os.listdir(tmp_path)
-
-
-def test_another_class_of_drafter_is_refused(tiny_llama, tmp_path):
-    with pytest.raises(UserError, match="Linear cannot be exported"):
-        export_eagle3(torch.nn.Linear(2, 2), tiny_llama, tmp_path / "export", FLOAT32, None)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +286,7 @@ def test_another_class_of_drafter_is_refused(tiny_llama, tmp_path):
     ],
 )
 def test_a_damaged_folder_is_refused(tiny_llama, tmp_path, damage, complaint):
-    export_eagle3(make_net(tiny_llama), tiny_llama, tmp_path / "export", FLOAT32, None)
+    export_drafter(make_net(tiny_llama), tiny_llama, tmp_path / "export", FLOAT32, None)
     damage(tmp_path / "export")
     with pytest.raises(UserError, match=complaint):
         load_export(tmp_path / "export", tiny_llama)
@@ -303,7 +301,7 @@ def test_a_damaged_folder_is_refused(tiny_llama, tmp_path, damage, complaint):
     ],
 )
 def test_tensors_of_others_are_checked_too(tiny_llama, tmp_path, change, complaint):
-    export_eagle3(make_net(tiny_llama), tiny_llama, tmp_path / "export", FLOAT32, None)
+    export_drafter(make_net(tiny_llama), tiny_llama, tmp_path / "export", FLOAT32, None)
     (tmp_path / "export" / "drafttrain.json").unlink()
     edit_tensors(tmp_path / "export", change)
     with pytest.raises(UserError, match=complaint):
@@ -311,7 +309,7 @@ def test_tensors_of_others_are_checked_too(tiny_llama, tmp_path, change, complai
 
 
 def test_an_export_of_another_target_is_refused(targets, tmp_path):
-    export_eagle3(make_net(targets("llama")), targets("llama"), tmp_path / "export", FLOAT32, None)
+    export_drafter(make_net(targets("llama")), targets("llama"), tmp_path / "export", FLOAT32, None)
     with pytest.raises(UserError, match=r"another target.*revision"):
         load_export(tmp_path / "export", targets("qwen3"))
 
@@ -321,7 +319,7 @@ def test_no_space(tiny_llama, tmp_path, monkeypatch):
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     with pytest.raises(UserError, match="the export needs"):
-        export_eagle3(make_net(tiny_llama), tiny_llama, tmp_path / "export", FLOAT32, None)
+        export_drafter(make_net(tiny_llama), tiny_llama, tmp_path / "export", FLOAT32, None)
 
 
 def test_scaled_embeddings_are_noticed(targets):
@@ -339,13 +337,15 @@ def test_scaled_embeddings_are_noticed(targets):
 
 
 def test_the_repository_name_is_judged_at_export(tiny_llama, tmp_path):
-    made = export_eagle3(make_net(tiny_llama), tiny_llama, tmp_path / "export", replace(FLOAT32, push="me/tiny-drafter"), None)
+    made = export_drafter(make_net(tiny_llama), tiny_llama, tmp_path / "export", replace(FLOAT32, push="me/tiny-drafter"), None)
     assert any("does not contain 'eagle3'" in note for note in made["notes"])
-    made = export_eagle3(make_net(tiny_llama), tiny_llama, tmp_path / "export", replace(FLOAT32, push="me/tiny-eagle3"), None)
+    made = export_drafter(make_net(tiny_llama), tiny_llama, tmp_path / "export", replace(FLOAT32, push="me/tiny-eagle3"), None)
     assert made["notes"] == []
 
 
-@pytest.mark.parametrize(("field", "value"), [("dtype", "float16"), ("push", "no-owner"), ("base_model", "a/b/c")])
+@pytest.mark.parametrize(
+    ("field", "value"), [("dtype", "float16"), ("format", "eagle3"), ("push", "no-owner"), ("base_model", "a/b/c")]
+)
 def test_export_config_refuses_nonsense(field, value):
     with pytest.raises(UserError, match=f"export.{field}"):
         ExportConfig(**{field: value})

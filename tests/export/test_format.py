@@ -6,18 +6,25 @@ from dataclasses import replace
 import pytest
 import torch
 
+from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.errors import UserError
-from drafttrain.export.eagle3_format import Eagle3Facts, check_tensors, engine_config, read_engine_config, tensor_table
+from drafttrain.export.eagle3 import Eagle3Facts, engine_config, read_engine_config, tensor_table
+from drafttrain.export.format import check_tensors, word
 
-FACTS = Eagle3Facts(
-    taps=(1, 14, 26), hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=24, rms_eps=1e-5,
-    rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, max_positions=8192, vocab=500, draft_vocab=120,
+SHAPE = DecoderShape(
+    hidden=64, target_hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=24, rms_eps=1e-5,
+    rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, max_positions=8192, vocab=500,
 )  # fmt: skip
+FACTS = Eagle3Facts(taps=(1, 14, 26), shape=SHAPE, draft_vocab=120)
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def roped(rope, **sizes) -> Eagle3Facts:
+    return replace(FACTS, shape=replace(SHAPE, rope_parameters=rope, **sizes))
 
 
 def written(facts=FACTS, dtype=torch.bfloat16) -> dict:
@@ -57,13 +64,13 @@ def test_taps_out_of_order_are_refused_because_engines_sort_them(taps):
         replace(FACTS, taps=taps)
 
 
-@pytest.mark.parametrize("rope", [FACTS.rope_parameters, LLAMA3, YARN])
+@pytest.mark.parametrize("rope", [SHAPE.rope_parameters, LLAMA3, YARN])
 def test_transformers_reads_the_same_rope_from_either_schema(rope, tmp_path):
     """An old reader sees only rope_theta and rope_scaling, a new one only rope_parameters; transformers judges both."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    config = written(replace(FACTS, rope_parameters=rope, max_positions=131072))
+    config = written(roped(rope, max_positions=131072))
     wanted = LlamaConfig(rope_parameters=dict(rope), head_dim=24, max_position_embeddings=131072)
     old = {key: value for key, value in config.items() if key != "rope_parameters"}
     new = {key: value for key, value in config.items() if key not in ("rope_theta", "rope_scaling")}
@@ -78,7 +85,7 @@ def test_transformers_reads_the_same_rope_from_either_schema(rope, tmp_path):
 
 def test_rope_scaling_is_null_without_scaling_and_complete_with_it():
     assert written()["rope_scaling"] is None and written()["rope_theta"] == 100000.0
-    scaling = written(replace(FACTS, rope_parameters=LLAMA3))["rope_scaling"]
+    scaling = written(roped(LLAMA3))["rope_scaling"]
     assert scaling == {key: value for key, value in LLAMA3.items() if key != "rope_theta"}
 
 
@@ -93,7 +100,7 @@ def test_rope_scaling_is_null_without_scaling_and_complete_with_it():
 )
 def test_rope_that_the_engines_cannot_do_is_refused(rope):
     with pytest.raises(UserError):
-        replace(FACTS, rope_parameters=rope)
+        roped(rope)
 
 
 def test_the_position_limit_is_the_targets():
@@ -133,7 +140,7 @@ def test_the_table_is_the_engines():
 
 
 def test_every_difference_from_the_table_is_named():
-    check_tensors(tensors(), FACTS, torch.bfloat16, "the drafter")
+    check_tensors(tensors(), tensor_table(FACTS), torch.bfloat16, "the drafter", "vLLM")
     got = tensors()
     got["midlayer.self_attn.q_norm.weight"] = torch.zeros(24)
     got["midlayer.hidden_normm.weight"] = got.pop("midlayer.hidden_norm.weight")
@@ -141,7 +148,7 @@ def test_every_difference_from_the_table_is_named():
     got["d2t"] = got["d2t"].int()
     got["norm.weight"] = got["norm.weight"].float()
     with pytest.raises(UserError) as caught:
-        check_tensors(got, FACTS, torch.bfloat16, "the drafter")
+        check_tensors(got, tensor_table(FACTS), torch.bfloat16, "the drafter", "vLLM")
     for part in (
         "midlayer.hidden_norm.weight is missing", "midlayer.hidden_normm.weight is not one", "q_norm.weight is not one",
         "fc.weight is [192, 64] instead of [64, 192]", "d2t is int32 instead of int64",
@@ -150,11 +157,12 @@ def test_every_difference_from_the_table_is_named():
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("rope", [FACTS.rope_parameters, LLAMA3])
+@pytest.mark.parametrize("rope", [SHAPE.rope_parameters, LLAMA3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_reading_gives_back_what_was_written(rope, dtype):
-    facts = replace(FACTS, rope_parameters=rope)
-    assert read_engine_config(written(facts, dtype), "x") == (facts, dtype)
+    facts = roped(rope)
+    assert read_engine_config(written(facts, dtype), "x") == facts
+    assert written(facts, dtype)["torch_dtype"] == word(dtype)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +172,7 @@ def test_reading_gives_back_what_was_written(rope, dtype):
         ("num_aux_hidden_states", 4, "num_aux_hidden_states"),
         ("rope_theta", 10000.0, "RoPE"),
         ("norm_before_residual", True, "norm_before_residual"),
-        ("norm_output", True, "norm_output"),
+        ("norm_before_fc", True, "norm_before_fc"),
         ("num_hidden_layers", 2, "num_hidden_layers"),
         ("architectures", ["Eagle3Qwen3ForCausalLM"], "architectures"),
         ("target_hidden_size", 128, "target_hidden_size"),

@@ -167,7 +167,15 @@ def test_an_unfinished_folder(folder, hub):
 
 def test_what_vllm_reads_from_a_name():
     """vLLM looks for `eagle-` first, then `eagle3`, in the lower-cased path."""
-    assert name_warning("me/SmolLM2-EAGLE3") is None
-    assert "does not contain 'eagle3'" in name_warning("me/SmolLM2-drafter")
-    assert "EAGLE-1" in name_warning("me/eagle-3-smollm2")
-    assert "EAGLE-1" in name_warning("me/eagle-smollm2-eagle3")
+    assert name_warning("me/SmolLM2-EAGLE3", "eagle3") is None
+    assert "does not contain 'eagle3'" in name_warning("me/SmolLM2-drafter", "eagle3")
+    assert "EAGLE-1" in name_warning("me/eagle-3-smollm2", "eagle3")
+    assert "EAGLE-1" in name_warning("me/eagle-smollm2-eagle3", "eagle3")
+
+
+def test_each_method_has_its_own_word():
+    assert name_warning("me/eagle-smollm2", "eagle") is None
+    assert "does not contain 'eagle-'" in name_warning("me/smollm2-hass", "eagle")
+    assert "EAGLE-3" in name_warning("me/smollm2-eagle3", "eagle")
+    assert name_warning("me/smollm2-heads", "medusa") is None  # config.json says it
+    assert "EAGLE-1" in name_warning("me/not-eagle-but-medusa", "medusa")

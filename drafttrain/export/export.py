@@ -1,0 +1,242 @@
+"""Export a trained drafter as a folder in one of the formats, and read such a folder back.
+
+    folder/  model.safetensors  config.json  drafttrain.json  README.md
+
+The folder is built beside its place, read back from disk as an engine would (from config.json and the tensors alone), and its
+logits are compared with the trained net's over several steps of a chain. Only then does it take its place; an earlier export
+stays where it was until that moment. What differs between drafters and engines stands in the formats (format.py, registry.py).
+
+Letters: N scored rows, Vd draft vocabulary.
+"""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.registry import known_drafters
+from drafttrain.drafters.save import check_identity
+from drafttrain.errors import UserError
+from drafttrain.export.card import MADE_FILE, base_model, write_card
+from drafttrain.export.config import DTYPES, ExportConfig
+from drafttrain.export.format import Format, Written, check_tensors
+from drafttrain.export.hub import name_warning
+from drafttrain.export.registry import choose_format, format_of
+from drafttrain.files import (
+    explain_full_disk,
+    read_json,
+    replace_folder,
+    require_space,
+    restore_folder,
+    sha256_file,
+    write_atomic,
+    write_json_atomic,
+)
+from drafttrain.layouts import one_chat
+from drafttrain.target.target import Target
+from drafttrain.types import Features, Sequences
+
+WEIGHTS = "model.safetensors"
+CHECK_TOKENS = 24
+"""Length of the fixed text on which exported and trained logits are compared."""
+CHECK_DEPTH = 5
+"""Most steps of the chain that are compared."""
+ROUNDING = 1e-6
+"""Largest difference in logits (as a share of the largest one, if that is above 1) between what was read back and what was written."""
+ARITHMETIC = 1e-5
+"""The same between what was written, before it was rounded, and what was trained: a format may multiply matrices out."""
+
+
+def export_drafter(
+    net: DrafterNet, target: Target, folder: str | Path, config: ExportConfig, report: dict | None, facts: dict | None = None
+) -> dict[str, Any]:
+    """Write the folder and return what its drafttrain.json says (`notes` are sentences for the user).
+
+    `report` is validation.json if there is one; `facts` are what is known about the training (strings and numbers). The net is put
+    into eval mode.
+    Raises UserError: a net that cannot be written as asked, no disk space, or a folder that does not read back as it was written.
+    """
+    folder, dtype = Path(folder), getattr(torch, config.dtype)
+    net.eval()
+    _check_shape(net, target)
+    format, notes = choose_format(net, target, config.format)
+    _check_finite(net)
+    written = format.write(net, target, dtype)
+    tensors = written.rounded(dtype)
+    check_tensors(tensors, format.table(written.config, "the trained drafter"), dtype, "the trained drafter", format.loaders)
+    begun = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(begun, ignore_errors=True)
+    restore_folder(folder)
+    require_space(folder, sum(t.numel() * t.element_size() for t in tensors.values()) + 1_000_000, "the export")
+    with explain_full_disk(folder, "the trained drafter and any earlier export are untouched."):
+        begun.mkdir(parents=True)
+        write_atomic(begun / WEIGHTS, safetensors.torch.save(tensors, metadata={"format": "pt"}))
+        write_json_atomic(begun / "config.json", written.config)
+        for name, content in written.files.items():
+            write_atomic(begun / name, content)
+        check = check_export(begun, net, target, format, written, dtype)
+        notes = [*notes, *format.notes(net, target), *_name_notes(config.push, format)]
+        made = _made(net, target, config, begun, format) | {
+            "check": check,
+            "notes": notes,
+            "facts": facts or {},
+            "measured": None,
+        }
+        write_json_atomic(begun / MADE_FILE, made)
+        write_card(begun, report)
+        replace_folder(begun, folder)
+    return made
+
+
+def load_export(folder: str | Path, target: Target) -> DrafterNet:
+    """Build the drafter that a serving engine would build: from config.json and the tensors, the rest from the target.
+
+    Where drafttrain.json lies beside them, the net's configuration is the trained one as far as engines do not fix it (training's depth).
+    Raises UserError if the folder is damaged, is another kind of drafter, or was made for another target.
+    """
+    folder = Path(folder)
+    restore_folder(folder)
+    for name in ("config.json", WEIGHTS):
+        if not (folder / name).is_file():
+            raise UserError(
+                f"{folder} has no {name}, so it is no exported drafter; give the folder that `drafttrain export` wrote."
+            )
+    config, weights = read_json(folder / "config.json", "the export"), folder / WEIGHTS
+    format = format_of(config, str(folder))
+    recorded = _recorded(folder, target)
+    try:
+        tensors = safetensors.torch.load_file(weights)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise UserError(f"{weights} is damaged ({error}); export the drafter again.") from error
+    if config.get("torch_dtype") not in DTYPES:
+        raise UserError(
+            f"{folder}/config.json says torch_dtype {config.get('torch_dtype')!r}, not one of {', '.join(DTYPES)}; export again."
+        )
+    check_tensors(tensors, format.table(config, str(folder)), getattr(torch, config["torch_dtype"]), str(weights), format.loaders)
+    return format.read(config, tensors, target, recorded, str(folder))
+
+
+@torch.no_grad()
+def check_export(
+    folder: Path, net: DrafterNet, target: Target, format: Format, written: Written, dtype: torch.dtype
+) -> dict[str, float]:
+    """Compare the folder, read from disk, with the trained net on a fixed text.
+
+    `against_cast`: largest difference in logits to what was written, rounded to `dtype` in memory (must be none);
+    `against_trained`: to the trained net itself, so what the rounding costs.
+    Raises UserError if the folder reads back as another net, or if what was written is another net before any rounding.
+    """
+    sequences, features = _fixed_input(net, target)
+    config = json.loads(json.dumps(written.config))
+    got, trained, meant, cast = (
+        _chain_logits(each, sequences, features)
+        for each in (
+            load_export(folder, target),
+            net,
+            format.read(config, written.tensors, target, net.config, str(folder)),
+            format.read(config, written.rounded(dtype), target, net.config, str(folder)),
+        )
+    )
+    largest, against_cast = float(trained.abs().max()), float((got - cast).abs().max())
+    # A head in half precision rounds where the state before it differs in the last bit.
+    arithmetic = ARITHMETIC if net.words else max(ARITHMETIC, torch.finfo(target.dtype).eps)
+    for gap, allowed in ((against_cast, ROUNDING), (float((meant - trained).abs().max()), arithmetic)):
+        if not gap <= allowed * max(1.0, largest):
+            raise UserError(
+                f"the exported folder does not read back as the trained drafter: logits differ by {gap:.2e} where the "
+                f"largest is {largest:.2e}. Nothing was put in place; this is a fault of drafttrain, please report it."
+            )
+    return {
+        "against_cast": against_cast, "against_trained": float((got - trained).abs().max()), "largest_logit": largest,
+        "same_first_choice": float((got.argmax(-1) == trained.argmax(-1)).float().mean()), "rows": len(got),
+    }  # fmt: skip
+
+
+def _check_shape(net: DrafterNet, target: Target) -> None:
+    shape = net.shape
+    if (shape.target_hidden, shape.hidden, shape.max_positions, shape.vocab) != (
+        target.hidden, target.hidden, target.max_positions, target.vocab,
+    ):  # fmt: skip
+        raise UserError(
+            f"the drafter has width {shape.hidden}, {shape.max_positions} positions and {shape.vocab} tokens, but its target "
+            f"{target.hidden}, {target.max_positions} and {target.vocab}; engines need them equal, so train it for this target."
+        )
+
+
+def _check_finite(net: DrafterNet) -> None:
+    bad = [name for name, weight in net.state_dict().items() if weight.is_floating_point() and not torch.isfinite(weight).all()]
+    if bad:
+        raise UserError(
+            f"the trained drafter holds numbers that are not finite (in {', '.join(bad)}), so it is not exported; "
+            "export an earlier checkpoint."
+        )
+
+
+def _name_notes(repository: str | None, format: Format) -> list[str]:
+    """What vLLM would make of the repository's name."""
+    methods = [engine.method for engine in format.engines if engine.name == "vllm"]
+    warning = name_warning(repository, methods[0]) if repository and methods else None
+    return [warning] if warning else []
+
+
+def _made(net: DrafterNet, target: Target, config: ExportConfig, folder: Path, format: Format) -> dict[str, Any]:
+    weights = folder / WEIGHTS
+    return {
+        "format": format.name,
+        "method": format.method,
+        "identity": asdict(target.identity),
+        "base_model": base_model(asdict(target.identity), config.base_model),
+        "license": config.license,
+        "repository": config.push,
+        "class_path": type(net.config).__name__,
+        "init_args": json.loads(json.dumps(asdict(net.config))),
+        "config": {
+            "taps": list(net.needs.taps),
+            "vocab": target.vocab,
+            "draft_vocab": len(net.vocabulary.ids),
+            "most_drafts": net.deepest,
+        },
+        "dtype": config.dtype,
+        "weights": {"file": WEIGHTS, "bytes": weights.stat().st_size, "sha256": sha256_file(weights)},
+    }
+
+
+def _recorded(folder: Path, target: Target) -> DrafterConfig | None:
+    """The trained drafter's configuration by drafttrain.json, which is compared with the target at hand and with the file of weights.
+    A drafter from elsewhere has none."""
+    if not (folder / MADE_FILE).exists():
+        return None
+    made = read_json(folder / MADE_FILE, "the export")
+    check_identity(made["identity"], target, str(folder))
+    if sha256_file(folder / WEIGHTS) != made["weights"]["sha256"]:
+        raise UserError(
+            f"{folder / WEIGHTS} is not the file that was exported (its sha256 differs from {MADE_FILE}); "
+            "export or download it again."
+        )
+    classes, name = known_drafters(), made["class_path"]
+    if name not in classes:
+        raise UserError(f"{folder} holds a {name}, which this version does not know ({', '.join(classes)}); update drafttrain.")
+    return classes[name](**made["init_args"])
+
+
+def _fixed_input(net: DrafterNet, target: Target) -> tuple[Sequences, Features]:
+    """A text of tokens that the drafter can say, and what the target computes while reading it."""
+    ids = net.vocabulary.ids.cpu()
+    pick = torch.randint(len(ids), (CHECK_TOKENS,), generator=torch.Generator().manual_seed(0))
+    sequences = one_chat(ids[pick], prompt_len=0)
+    return sequences, target.read_packed(sequences.to(target.device), net.needs.taps)
+
+
+def _chain_logits(net: DrafterNet, sequences: Sequences, features: Features) -> Tensor:
+    """[N, Vd] in fp32, elements in the layout's order: every anchor, every depth."""
+    device = features.final_BTD.device
+    layout = net.layout(sequences, min(CHECK_DEPTH, net.deepest or CHECK_DEPTH)).to(device)
+    drafted = net.rows(sequences.to(device), features, layout)
+    return net.logits(drafted.hidden_NH, drafted.prev_N).float()

@@ -1,0 +1,92 @@
+"""Which formats a drafter can be written in, best first: a new drafter adds one line. Every one can be written as `native` besides."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.eagle import Eagle
+from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.heads import Hydra, Medusa
+from drafttrain.errors import UserError
+from drafttrain.export.eagle import EagleForSglang, EagleForVllm
+from drafttrain.export.eagle3 import Eagle3Format
+from drafttrain.export.format import NAMES, Format
+from drafttrain.export.medusa import MedusaFormat
+from drafttrain.export.native import NativeFormat
+from drafttrain.target.target import Target
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What engines do with a class of drafters."""
+
+    formats: tuple[Format, ...] = ()
+    otherwise: str = ""
+    """Why no other engine serves it."""
+
+
+NATIVE = NativeFormat()
+ENTRIES: dict[type[DrafterConfig], Entry] = {
+    Eagle3: Entry((Eagle3Format(),)),
+    Eagle: Entry((EagleForVllm(), EagleForSglang())),
+    Medusa: Entry((MedusaFormat(),), "no release of SGLang loads Medusa heads, and vLLM up to 0.26 alone"),
+    Hydra: Entry(otherwise="no engine loads Hydra; drafttrain's own loop is the runtime"),
+}
+FORMATS = {format.name: format for entry in ENTRIES.values() for format in entry.formats} | {NATIVE.name: NATIVE}
+"""Name -> format: what a folder can be."""
+
+
+def choose_format(net: DrafterNet, target: Target, asked: str | None) -> tuple[Format, list[str]]:
+    """The format asked for (vllm, sglang or native), or the first that can hold this net; and why others cannot, sentences for the user.
+
+    Raises UserError if the format asked for cannot, with the reason and the nearest choice.
+    """
+    entry, name = ENTRIES.get(type(net.config), Entry()), type(net.config).__name__
+    otherwise = entry.otherwise or f"this version of drafttrain knows no form of a {name} that it loads"
+    if asked is None:
+        return _first(entry, otherwise, net, target)
+    found = NATIVE if asked == "native" else next((f for f in entry.formats if asked in [e.name for e in f.engines]), None)
+    if found is None:
+        others = [engine.name for format in entry.formats for engine in format.engines if format.refusal(net, target) is None]
+        raise UserError(
+            f"export.format is {asked}, but a {name} cannot be written for {NAMES[asked]}: {otherwise}. "
+            f"Set it to {' or '.join([*others, 'native'])}."
+        )
+    if reason := found.refusal(net, target):
+        raise UserError(f"export.format is {asked}, but this drafter cannot be written for {NAMES[asked]}: {reason}.")
+    return found, [] if entry.formats else [_sentence(otherwise)]
+
+
+def _first(entry: Entry, otherwise: str, net: DrafterNet, target: Target) -> tuple[Format, list[str]]:
+    notes = [] if entry.formats else [_sentence(otherwise)]
+    for format in entry.formats:
+        reason = format.refusal(net, target)
+        if reason is None:
+            return format, notes
+        notes.append(f"Not written for {format.loaders}: {reason}.")
+    return NATIVE, notes
+
+
+def _sentence(words: str) -> str:
+    return f"{words[0].upper()}{words[1:]}."
+
+
+def format_of(config: dict[str, Any], where: str) -> Format:
+    """The format that a config.json says it is. Raises UserError if it is none of ours."""
+    found = [format for format in FORMATS.values() if config.get("architectures") == [format.architecture]]
+    if not found:
+        known = ", ".join(format.architecture for format in FORMATS.values())
+        raise UserError(
+            f"{where}/config.json says architectures {config.get('architectures')}, which is no drafter that can be read here ({known}); "
+            "give the folder that `drafttrain export` wrote."
+        )
+    return found[0]
+
+
+def format_named(made: dict[str, Any], where: str) -> Format:
+    """The format that drafttrain.json names. Raises UserError if this version knows no such format."""
+    if made["format"] not in FORMATS:
+        raise UserError(
+            f"{where} was exported by another version of drafttrain (format {made['format']!r}); export the drafter again."
+        )
+    return FORMATS[made["format"]]
