@@ -57,6 +57,8 @@ class Published:
     left_out: str = r"(?!)"
     """Tensors that have no place in our nets by design (a pattern of full names)."""
     notes: list[str] = field(default_factory=list)
+    raw_embeddings: str | None = None
+    """The tensor whose left half reads embeddings as they stand in the target's table; ours reads them as the target does."""
 
     @property
     def rows(self) -> int | None:
@@ -128,14 +130,16 @@ def _taps(config: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _eagle(config: dict[str, Any], tensors: dict[str, Tensor]) -> Published:
+    biased = "fc.bias" in tensors and bool(tensors["fc.bias"].any())  # SGLang wants one, be it zeros
     return Published(
         layout="EAGLE-1/2",
         drafter="Eagle",
         config=config,
         tensors=tensors,
-        options={"bias": True} if "fc.bias" in tensors else {},
+        options={"bias": True} if biased else {},
         zeros=r"fc\.bias",
-        left_out=r"embed_tokens\.weight|lm_head\.weight|.*rotary_emb\.inv_freq",
+        left_out=r"embed_tokens\.weight|lm_head\.weight|.*rotary_emb\.inv_freq" + ("" if biased else r"|fc\.bias"),
+        raw_embeddings="fc.weight",
     )
 
 

@@ -65,9 +65,12 @@ class WarmStart:
         tensors = read_tensors(folder, pickle, what)
         notes: tuple[str, ...] = ()
         if (folder / "drafter.json").exists():
-            found, notes = _ours(folder, tensors, target, what)
+            record = read_record(folder)
+            found = _ours(record["class_path"], record["init_args"], record["identity"], tensors, what)
+            strange = differences(record["identity"], target.identity)
+            notes = (f"it was trained with another target ({'; '.join(strange)})",) if strange else ()
         else:
-            found = recognise(read_json(folder / "config.json", what), tensors, what)
+            found = _published(read_json(folder / "config.json", what), tensors, target, what)
         _require_same_net(found, config, target, what)
         notes += tuple(found.notes) + _rotary_note(found, target)
         return WarmStart(where, found, config, target, _held(found, target.vocab, what), notes)
@@ -134,7 +137,6 @@ class WarmStart:
         spare = set(found.tensors) - used - set(MAPS)
         left_out = {name for name in spare if found.skips(name)}
         faults += [f"{name} is unknown" for name in sorted(spare - left_out)]
-        faults += [f"{name} holds numbers that are not finite" for name, value in weights.items() if not value.isfinite().all()]
         if faults:
             raise UserError(
                 f"checkpoint.start {self.where} ({found.layout}) does not fit the recipe's {type(self.config).__name__} for this target: "
@@ -163,6 +165,8 @@ class WarmStart:
             faults.append(f"{name} is {list(got.shape)} instead of {shape}")
         elif not got.is_floating_point():
             faults.append(f"{name} holds {str(got.dtype).removeprefix('torch.')} instead of floating-point numbers")
+        elif not got.isfinite().all():
+            faults.append(f"{name} holds numbers that are not finite")
         else:
             return got.float()
         return None
@@ -177,7 +181,12 @@ class WarmStart:
 
     def _strangers(self, left_out: set[str]) -> list[str]:
         """Tables that are left out because the target has its own, and that are not the target's."""
-        own = {"embed_tokens.weight": self.target.embedding_weight, "lm_head.weight": self.target.head_weight}
+        head = self.target.head_weight
+        said = self.found.tensors.get("token_map")
+        own = {
+            "embed_tokens.weight": self.target.embedding_weight,
+            "lm_head.weight": head if said is None else head[said.to(head.device)],
+        }
         found = []
         for name in sorted(left_out & own.keys()):
             theirs, ours = self.found.tensors[name], own[name]
@@ -193,12 +202,10 @@ class WarmStart:
 # ---- what the folder holds --------------------------------------------------------------------------------------------------
 
 
-def _ours(folder: Path, tensors: dict[str, Tensor], target: Target, what: str) -> tuple[Published, tuple[str, ...]]:
-    """A drafter that `save_drafter` wrote. Another target is told, not refused: to follow a target that was tuned is a use of this."""
-    record, classes = read_record(folder), known_drafters()
+def _ours(class_path: str, init_args: dict, sizes: dict, tensors: dict[str, Tensor], what: str) -> Published:
+    """A drafter that `save_drafter` or a native export wrote. Another target is no fault: to follow one that was tuned is a use of this."""
     try:
-        config = classes[record["class_path"]](**record["init_args"])
-        strange = differences(record["identity"], target.identity)
+        config = known_drafters()[class_path](**init_args)
     except (KeyError, TypeError) as error:
         raise UserError(
             f"{what} was saved by a version of drafttrain with other drafters ({error}); use that version."
@@ -206,9 +213,35 @@ def _ours(folder: Path, tensors: dict[str, Tensor], target: Target, what: str) -
     options = {name: value for name, value in asdict(config).items() if name not in TRAINING_ONLY}
     if "taps" in options:
         options["taps"] = tuple(options["taps"]) or None
-    sizes = {"hidden_size": record["identity"]["hidden"], "vocab_size": record["identity"]["vocab"]}
-    found = Published("a drafter of drafttrain", record["class_path"], sizes, tensors, options=options)
-    return found, ((f"it was trained with another target ({'; '.join(strange)})",) if strange else ())
+    own_sizes = {"hidden_size": sizes["hidden"], "vocab_size": sizes["vocab"]}
+    return Published("a drafter of drafttrain", class_path, own_sizes, tensors, options=options)
+
+
+def _published(config: dict, tensors: dict[str, Tensor], target: Target, what: str) -> Published:
+    """A folder with a config.json: a native export of ours, or a layout that others read too."""
+    if config.get("model_type") == "drafttrain":
+        sizes = {"hidden": config["hidden_size"], "vocab": config["vocab_size"]}
+        return _ours(config["class_path"], config["init_args"], sizes, tensors, what)
+    found = recognise(config, tensors, what)
+    if found.raw_embeddings is not None:
+        _scale_embeddings(found, found.raw_embeddings, target)
+    return found
+
+
+@torch.no_grad()
+def _scale_embeddings(found: Published, name: str, target: Target) -> None:
+    """Where the target multiplies its embeddings by s (Gemma), columns that read them raw become columns that read theirs, divided by s."""
+    ids = torch.arange(0, target.vocab, -(-target.vocab // COMPARED_ROWS), device=target.device)
+    raw, read = target.embedding_weight[ids].float(), target.embed(ids).float()
+    scale = float((raw * read).sum() / raw.square().sum())
+    if (raw * scale - read).norm() > 0.01 * read.norm():
+        found.refusals.append(
+            "it reads the target's embeddings as they stand in the table, and the target changes them by more than a factor"
+        )
+    elif abs(scale - 1) > 1e-6 and name in found.tensors and found.tensors[name].dim() == 2:
+        weight = found.tensors[name].float().clone()
+        weight[:, : weight.shape[1] // 2] /= scale
+        found.tensors[name] = weight
 
 
 # ---- what must be equal -----------------------------------------------------------------------------------------------------
