@@ -4,6 +4,7 @@ Letters of the counts: D width, K width of all keys, I inner width of the block,
 """
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,12 @@ def test_hardware_says_only_what_belongs_to_the_machine_and_fits_lightning(path)
         cls = getattr(strategies, strategy["class_path"].removeprefix("lightning.pytorch.strategies."))
         known = set(inspect.signature(cls).parameters) | {"find_unused_parameters"}  # DDP hands it on as a keyword
         assert set(strategy["init_args"]) <= known
+
+
+def test_the_table_of_recipes_is_complete():
+    """Every file is linked from recipes/README.md, and every link leads to a file."""
+    linked = re.findall(r"\]\(([\w./-]+\.yaml)\)", (ROOT / "recipes" / "README.md").read_text())
+    assert sorted(linked) == sorted(str(path.relative_to(ROOT / "recipes")) for path in [*RECIPES, *HARDWARE])
 
 
 # ---- in real sizes, on the meta device -------------------------------------------------------------------------------------
@@ -143,6 +150,10 @@ def test_the_weights_of_the_8b_recipes_in_numbers(configs):
     heads = 28 * 16777216 + 12 * 16777216 + 16 * 4096
     assert found["qwen3-8b/hydra-plus"] == heads + (33554432 + 8388608 + 150994944) + 12288
     assert found["llama3.1-8b/hydra-plus"] == heads + (33554432 + 8388608 + 176160768) + 12288 == 889_270_272
+    rows = (ROOT / "recipes" / "README.md").read_text().splitlines()
+    for name, weights in found.items():
+        [row] = [row for row in rows if f"({name}.yaml)" in row]
+        assert f"| {weights:,} |" in row
 
 
 @pytest.mark.parametrize("path", [path for path in EIGHT_BILLION if path.stem == "eagle3"], ids=name_of)

@@ -1,8 +1,11 @@
-"""Every recipe on a shrunken copy of its target: trained for two steps by its own command, loaded, drafting; and what it says is plain decoding's.
+"""Every recipe on a shrunken copy of its target: trained for two steps, exported and read back by the commands; what its drafts lead to is
+plain decoding's answer.
 
 Drafter, objective, optimizer and trainer are the recipe's, and the target has its layers; only sizes are small.
 """
 
+import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,18 +14,20 @@ from recipe_targets import REAL, RECIPES, save_target, shrunken
 from test_recipes import name_of
 from tiny_run import logged, make_run
 
+from data_prep.__main__ import main as data_prep
 from drafttrain.cli import main
 from drafttrain.decoding.engine import Engine, generate
 from drafttrain.decoding.measure import count
 from drafttrain.decoding.methods import Chain, Method, Tree
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.save import load_drafter
+from drafttrain.export.export import load_export
 from drafttrain.recipe import Recipe, load_recipe
 from drafttrain.recipe_files import read_file
 from drafttrain.target.load import load_target
 from drafttrain.types import Request
 
-DRAFT_VOCAB, CHUNK, RANK, LIMIT = 200, 16, 5, 16
+DRAFT_VOCAB, CHUNK, RANK, LIMIT = 200, 16, 5, 12
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +50,7 @@ def smaller(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
         "checkpoint.tau_every": 2,
         "checkpoint.tau_prompts": 2,
         "checkpoint.tau_tokens": 8,
+        "export.dtype": "float32",  # what is read back is then what was trained
     }
     if recipe.drafter.draft_vocab is not None:
         sizes["drafter.init_args.draft_vocab"] = DRAFT_VOCAB
@@ -81,23 +87,23 @@ def ways_of(path: Path, recipe: Recipe) -> list[Method]:
     """Those that the recipe's `bench` names, a chain, and a tree so wide that a drafter of two steps is right now and then."""
     drafts = recipe.validate.drafts
     named = recipe.bench.methods if "bench" in read_file(path).tree else []
-    return [Chain(drafts), Tree(drafts, top_k=60, nodes=120), *named]
+    return [Chain(drafts), Tree(drafts, top_k=40, nodes=80), *named]
 
 
-def says_what_the_target_says(target, net, ways: list[Method]) -> int:
-    """Greedy answers against plain decoding, token for token; returns the number of accepted drafts."""
-    requests, accepted = requests_for(target), 0
+def drafts_of(target, net, ways: list[Method]) -> list[dict[str, list[int]]]:
+    """Accepted drafts of every round, for each way and prompt; and every greedy answer is plain decoding's, token for token."""
+    requests, found = requests_for(target), []
     plain = {rollout.key: rollout.ids.tolist() for rollout in generate(target, requests, slots=3)}
     for way in ways:
         proposer = way.prepare(target, net, requests).proposer(net, Sampling())
         rollouts = list(Engine(target, proposer=proposer, slots=2, debug=True).generate(requests))
         assert {rollout.key: rollout.ids.tolist() for rollout in rollouts} == plain, way.label
         count(rollouts, proposer.drafts, way.label)
-        accepted += sum(sum(rollout.accepted) for rollout in rollouts)
-    return accepted
+        found.append({rollout.key: rollout.accepted for rollout in rollouts})
+    return found
 
 
-def test_two_steps_a_drafter_and_its_drafts(trained):
+def test_two_steps_an_export_and_its_drafts(trained):
     flags, recipe, target, run = trained
     losses = logged(run)
     assert losses.keys() == {1, 2} and all(0 < loss < 100 for loss in losses.values())
@@ -107,4 +113,41 @@ def test_two_steps_a_drafter_and_its_drafts(trained):
     fresh = recipe.drafter.build(target, net.vocabulary).state_dict()
     still = [name for name, weight in net.state_dict().items() if torch.equal(weight, fresh[name])]
     assert not still  # every weight learnt something
-    assert says_what_the_target_says(target, net, ways_of(Path(flags[1]), recipe)) > 3
+    ways = ways_of(Path(flags[1]), recipe)
+    drafts = drafts_of(target, net, ways)
+    assert sum(sum(accepted) for way in drafts for accepted in way.values()) > 0
+
+    assert main(["export", *flags]) == 0
+    reloaded = load_export(run / "export", target)
+    assert drafts_of(target, reloaded, ways) == drafts
+
+
+def test_two_methods_share_one_data_folder(tmp_path, folders, capsys):
+    """As recipes/README.md says: a link, after which data_prep finds everything done and both train on the same chats."""
+    prompts = [{"class_path": "JsonlPrompts", "init_args": {"path": str(tmp_path / "prompts.jsonl"), "name": "sharegpt"}}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"count {n} to {9 * n}"}) + "\n" for n in range(14)))
+    here = {
+        "prepare.prompts": json.dumps(prompts), "prepare.engine": "LocalEngine", "prepare.held_out": "3", "prepare.max_tokens": "12",
+        "prepare.held_out_max_tokens": "12", "prepare.near_duplicate": "1.0",
+    }  # fmt: skip
+    runs, seen = {}, []
+    for method in ("eagle3", "hydra-plus"):
+        [path] = [path for path in RECIPES if path.parent.name == "qwen3-8b" and path.stem == method]
+        changed = dict(smaller(load_recipe([path])[0], folders["qwen3-8b"])) | here
+        flags = ["--config", str(path), "--runs", str(tmp_path), *(part for k, v in changed.items() for part in (f"--{k}", v))]
+        runs[method] = tmp_path / f"qwen3-8b-{method}"
+        if method == "hydra-plus":
+            runs[method].mkdir()
+            (runs[method] / "data").symlink_to(Path("..") / runs["eagle3"].name / "data")
+            before = snapshot(runs["eagle3"] / "data" / "train")
+        assert data_prep(flags) == 0
+        capsys.readouterr()
+        assert main(["train", *flags]) == 0
+        seen.append(re.findall(r"epochs of (\d+ chats, [\d,]+ tokens)", capsys.readouterr().out))
+    assert snapshot(runs["eagle3"] / "data" / "train") == before
+    assert seen[0] == seen[1] and len(seen[0]) == 1
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Name -> (bytes, nanosecond of the last change) of every file."""
+    return {file.name: (file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir()}
