@@ -66,12 +66,12 @@ class _EagleFormat(Format):
         return refused(net) or head_refusal(target)
 
     def write(self, net: DrafterNet, target: Target, dtype: torch.dtype) -> Written:
-        tensors = state_of(net)
-        _scale_embedding(tensors, embedding_scale(target) or 1.0)
+        tensors, scale = state_of(net), embedding_scale(target) or 1.0
+        _scale_embedding(tensors, scale)
         if self.biased:
             tensors.setdefault("fc.bias", torch.zeros(net.shape.hidden))
         config = {"architectures": [self.architecture], **block_config(net.shape, dtype, special_ids(target))}
-        return Written(config, tensors)
+        return Written(config, tensors, copied=scale == 1.0)
 
     def table(self, config: dict[str, Any], where: str) -> Table:
         shape = self._shape(config, where)
@@ -151,7 +151,9 @@ class EagleForSglang(_EagleFormat):
         content = io.BytesIO()
         torch.save(ids.tolist(), content)
         config = made.config | {"hot_vocab_size": len(ids)}
-        return Written(config, made.tensors | map_tensors(net.vocabulary), {TOKEN_MAP: content.getvalue()})
+        return replace(
+            made, config=config, tensors=made.tensors | map_tensors(net.vocabulary), files={TOKEN_MAP: content.getvalue()}
+        )
 
     def table(self, config: dict[str, Any], where: str) -> Table:
         vocab = config.get("vocab_size", 0)

@@ -100,10 +100,11 @@ class Eagle3Format(Format):
         config = net.config
         facts = Eagle3Facts(net.needs.taps, net.shape, len(net.vocabulary.ids), config.fc_norm, config.norm_output)
         tensors = state_of(net) | map_tensors(net.vocabulary)
-        if isinstance(net.lm_head, LowRankHead):
+        low_rank = isinstance(net.lm_head, LowRankHead)
+        if low_rank:
             tensors = {name: value for name, value in tensors.items() if not name.startswith("lm_head.")}
             tensors["lm_head.weight"] = net.lm_head.weight.detach().cpu().float()
-        return Written(engine_config(facts, dtype, special_ids(target)), tensors)
+        return Written(engine_config(facts, dtype, special_ids(target)), tensors, copied=not low_rank)
 
     def table(self, config: dict[str, Any], where: str) -> Table:
         return tensor_table(read_engine_config(config, where))

@@ -50,8 +50,9 @@ CHECK_DEPTH = 5
 """Most steps of the chain that are compared."""
 ROUNDING = 1e-6
 """Largest difference in logits (as a share of the largest one, if that is above 1) between what was read back and what was written."""
-ARITHMETIC = 1e-5
-"""The same between what was written, before it was rounded, and what was trained: a format may multiply matrices out."""
+ARITHMETIC = 1e-4
+"""The same between what was written, before it was rounded, and what was trained, where a format multiplies matrices out: rounding in
+fp32, which a chain of steps without norms makes larger."""
 
 
 def export_drafter(
@@ -145,9 +146,9 @@ def check_export(
         )
     )
     largest, against_cast = float(trained.abs().max()), float((got - cast).abs().max())
-    # A head in half precision rounds where the state before it differs in the last bit.
-    arithmetic = ARITHMETIC if net.words else max(ARITHMETIC, torch.finfo(target.dtype).eps)
-    for gap, allowed in ((against_cast, ROUNDING), (float((meant - trained).abs().max()), arithmetic)):
+    # The head of a target in half precision rounds otherwise where the state before it differs in the last bit.
+    exact = ROUNDING if written.copied else max(ARITHMETIC, torch.finfo(target.dtype).eps)
+    for gap, allowed in ((against_cast, ROUNDING), (float((meant - trained).abs().max()), exact)):
         if not gap <= allowed * max(1.0, largest):
             raise UserError(
                 f"the exported folder does not read back as the trained drafter: logits differ by {gap:.2e} where the "

@@ -46,6 +46,8 @@ class Written:
     """On the CPU, floating ones in fp32."""
     files: dict[str, bytes] = field(default_factory=dict)
     """Name -> content of what else the engine wants."""
+    copied: bool = True
+    """Whether every weight is a copy of a trained one, and none the result of arithmetic."""
 
     def rounded(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors as they stand on disk."""

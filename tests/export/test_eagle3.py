@@ -19,18 +19,18 @@ from drafttrain.target.target import own_attention
 from drafttrain.types import Features, Sequences
 from drafttrain.vocab import DraftVocabulary
 
-from .reference_eagle3 import ReferenceEagle3
+from .reference import ReferenceEagle3
 
 FLOAT32 = ExportConfig(dtype="float32")
 PROMPT, DRAFTS = 7, 4
 
 
-def make_net(target, taps=(0, 1, 3), draft_vocab: int | None = 60, seed=0):
+def make_net(target, taps=(0, 1, 3), draft_vocab: int | None = 60, seed=0, **options):
     """A drafter whose every weight is random: norms too, so that no order or omission cancels out."""
     g = torch.Generator().manual_seed(seed)
     ids = torch.randperm(target.vocab, generator=g)[:draft_vocab].sort().values
     vocabulary = DraftVocabulary(ids, target.vocab) if draft_vocab else DraftVocabulary.full(target.vocab)
-    net = Eagle3(taps=list(taps), depth=DRAFTS, draft_vocab=draft_vocab).build(target, vocabulary)
+    net = Eagle3(taps=list(taps), depth=DRAFTS, draft_vocab=draft_vocab, **options).build(target, vocabulary)
     with torch.no_grad():
         for parameter in net.parameters():
             noise = torch.randn(parameter.shape, generator=g)
@@ -58,11 +58,22 @@ def as_target_logits(small_NV: torch.Tensor, net) -> torch.Tensor:
     return full.index_copy(1, net.vocabulary.ids, small_NV)
 
 
-@pytest.mark.parametrize(("taps", "draft_vocab"), [((0, 1, 3), 60), ((2,), None), ((0, 1, 2, 3), 319)])
+V31 = {"fc_norm": True, "norm_output": True}
+
+
+@pytest.mark.parametrize(
+    ("taps", "draft_vocab", "options"),
+    [
+        ((0, 1, 3), 60, {}), ((2,), None, {}), ((0, 1, 2, 3), 319, {}), ((0, 1, 3), 60, V31), ((1, 2), None, {"fc_norm": True}),
+        ((1, 2), 60, {"norm_output": True}), ((0, 1, 3), 60, {"head_rank": 7}), ((0, 1, 3), None, {"head_rank": 3} | V31),
+    ],
+)  # fmt: skip
 @torch.no_grad()
-def test_an_engine_computes_the_logits_of_the_training_forward_and_of_the_decoding_steps(tiny_llama, tmp_path, taps, draft_vocab):
+def test_an_engine_computes_the_logits_of_the_training_forward_and_of_the_decoding_steps(
+    tiny_llama, tmp_path, taps, draft_vocab, options
+):
     """Three computations: the unrolled training forward, the cached decoding steps, the plain reference on the folder."""
-    net = make_net(tiny_llama, taps, draft_vocab)
+    net = make_net(tiny_llama, taps, draft_vocab, **options)
     export_drafter(net, tiny_llama, tmp_path / "export", FLOAT32, None)
     sequences = text(net)
     ids, anchor = sequences.ids_BT[0], PROMPT
@@ -70,6 +81,8 @@ def test_an_engine_computes_the_logits_of_the_training_forward_and_of_the_decodi
     assert reference.vllm_layers() == reference.sglang_layers()
     taps_TAD = hf_hidden_states(tiny_llama, sequences.ids_BT, reference.vllm_layers())[:anchor]
     wanted = reference.draft(ids[: anchor + 1].tolist(), taps_TAD, ids[anchor + 1 : anchor + DRAFTS].tolist())
+
+    assert reference.used | {"d2t", "t2d"} == reference.weights.keys() | {"d2t", "t2d"}
 
     features = tiny_llama.read_packed(sequences, net.needs.taps)
     layout = net.layout(sequences)
@@ -96,12 +109,21 @@ def decoding_logits(net, ids, taps_TAD, anchor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "mutation", ["embeds_second", "normed_residual", "post_norm_feedback", "absolute_d2t", "layers_off_by_one"]
+    "mutation",
+    [
+        "embeds_second",
+        "normed_residual",
+        "post_norm_feedback",
+        "absolute_d2t",
+        "layers_off_by_one",
+        "other_feedback",
+        "no_fc_norm",
+    ],
 )
 @torch.no_grad()
 def test_the_comparison_above_notices_each_known_mistake(tiny_llama, tmp_path, mutation):
     """The reference is bent in one place each time; if it still agreed, the parity test would prove nothing."""
-    net = make_net(tiny_llama)
+    net = make_net(tiny_llama, **(V31 if mutation in ("other_feedback", "no_fc_norm") else {}))
     export_drafter(net, tiny_llama, tmp_path / "export", FLOAT32, None)
     sequences = text(net)
     ids = sequences.ids_BT[0].tolist()
@@ -123,6 +145,8 @@ def test_the_comparison_above_notices_each_known_mistake(tiny_llama, tmp_path, m
         bent.weights["d2t"] = torch.zeros_like(bent.weights["d2t"])
     if mutation == "layers_off_by_one":
         bent_taps = hf_hidden_states(tiny_llama, sequences.ids_BT, [k - 1 for k in layers])[:PROMPT]
+    if mutation in ("other_feedback", "no_fc_norm"):
+        bent.config["norm_output" if mutation == "other_feedback" else "fc_norm"] = False
     wanted = reference.draft(ids[: PROMPT + 1], taps, ids[PROMPT + 1 : PROMPT + DRAFTS])
     got = bent.draft(ids[: PROMPT + 1], bent_taps, ids[PROMPT + 1 : PROMPT + DRAFTS])
     assert not torch.allclose(wanted, got, rtol=0, atol=1e-2)

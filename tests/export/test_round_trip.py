@@ -1,0 +1,147 @@
+"""Every drafter in every format that can hold it: exported, read back, the same net; and drafts of it leave the target's words alone."""
+
+import json
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from drafters.test_eagle3 import chat
+from drafters.test_faces import DRAFTERS, shaken
+
+from drafttrain.decoding.engine import generate
+from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.drafters.registry import known_drafters
+from drafttrain.errors import UserError
+from drafttrain.export.config import ExportConfig
+from drafttrain.export.export import export_drafter, load_export
+from drafttrain.export.registry import ENTRIES, FORMATS
+from drafttrain.types import Request
+from drafttrain.vocab import DraftVocabulary
+
+ASKED = ("vllm", "sglang", "native")
+ONE_OF_FIVE_MISSING, FULL = "reduced", "full"
+CANNOT = {
+    ("eagle1", "vllm", ONE_OF_FIVE_MISSING): "every token of the target",
+    ("hass", "vllm", ONE_OF_FIVE_MISSING): "bias",
+    ("hass", "vllm", FULL): "bias",
+    ("medusa own heads", "vllm", ONE_OF_FIVE_MISSING): "own_heads false",
+} | {
+    (name, engine, size): wanted
+    for size in (ONE_OF_FIVE_MISSING, FULL)
+    for name, engine, wanted in [
+        *((name, engine, "no engine loads Hydra") for name in DRAFTERS if name.startswith("hydra") for engine in ("vllm", "sglang")),
+        *((name, "sglang", "no release of SGLang loads Medusa") for name in DRAFTERS if name.startswith("medusa")),
+    ]
+}  # fmt: skip
+"""(drafter, engine, vocabulary) -> what the refusal says; all others can be written."""
+ENGINE_FIXED = {"eagle3 low-rank": {"head_rank": None}}
+"""What reads back otherwise than it was trained: engines have no factored heads."""
+CASES = [(name, asked, size) for name in DRAFTERS for asked in ASKED for size in (ONE_OF_FIVE_MISSING, FULL)]
+
+
+def net_for(target, name, size):
+    torch.manual_seed(0)
+    ids = torch.arange(target.vocab)
+    vocabulary = (
+        DraftVocabulary(ids[ids % 5 != 4], target.vocab) if size == ONE_OF_FIVE_MISSING else DraftVocabulary(ids, target.vocab)
+    )
+    return shaken(DRAFTERS[name].build(target, vocabulary))
+
+
+@torch.no_grad()
+def logits_of(net, target):
+    """Of every element of a fixed chat, and of single decoding steps behind its sixth token."""
+    sequences = chat("0000111111110001111100")
+    features = target.read_packed(sequences, net.needs.taps)
+    drafted = net.rows(sequences, features, net.layout(sequences, 4))
+    return net.logits(drafted.hidden_NH, drafted.prev_N)
+
+
+def plain(target, requests):
+    return {r.key: r.ids for r in generate(target, requests, slots=2)}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "asked", "size"), CASES)
+def test_what_is_exported_is_what_is_read_back(targets, tmp_path, architecture, name, asked, size):
+    target, config = targets(architecture), ExportConfig(dtype="float32", format=asked)
+    net = net_for(target, name, size)
+    if reason := CANNOT.get((name, asked, size)):
+        with pytest.raises(UserError, match=reason):
+            export_drafter(net, target, tmp_path / "export", config, None)
+        assert not list(tmp_path.iterdir())
+        return
+    made = export_drafter(net, target, tmp_path / "export", config, None)
+    again = load_export(tmp_path / "export", target)
+    wanted = logits_of(net, target)
+    torch.testing.assert_close(logits_of(again, target), wanted, rtol=0, atol=1e-5 * max(1.0, float(wanted.abs().max())))
+    assert float(wanted.std()) > 0.1  # the comparison is not one of constants
+    native = {} if asked == "native" else ENGINE_FIXED.get(name, {})
+    assert again.config == replace(net.config, **native) and torch.equal(again.vocabulary.ids, net.vocabulary.ids)
+    assert again.needs == net.needs and again.deepest == net.deepest and again.shape == net.shape and not again.training
+    assert {engine.name for engine in FORMATS[made["format"]].engines} >= {asked} - {"native"}
+
+    requests = [Request(f"p{i}", tuple(range(5 + i, 14 + 2 * i)), 12) for i in range(3)]
+    spoken = generate(target, requests, proposer=ChainProposer(again, 4), slots=2)
+    said = plain(target, requests)
+    assert all(torch.equal(rollout.ids, said[rollout.key]) for rollout in spoken)
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_half_precision_and_the_format_that_is_chosen_when_none_is_asked_for(tiny_llama, tmp_path, name):
+    """The first engine that can, else ours; the reasons of those that cannot are told."""
+    net = net_for(tiny_llama, name, ONE_OF_FIVE_MISSING)
+    made = export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(), None)
+    can = [asked for asked in ASKED if (name, asked, ONE_OF_FIVE_MISSING) not in CANNOT]
+    chosen = FORMATS[made["format"]]
+    assert can[0] in ([engine.name for engine in chosen.engines] or ["native"])
+    assert made["check"]["against_cast"] <= 1e-6 * max(1, made["check"]["largest_logit"]) < made["check"]["against_trained"]
+    told = [note for note in made["notes"] if "Not written for" in note or "no engine" in note.lower()]
+    assert bool(told) == (name in ("eagle1", "hass", "medusa own heads") or name.startswith("hydra"))
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert all(note in card for note in made["notes"])
+    assert ("vllm serve" in card) == ("vllm" in card.split("---")[1]) == any(e.name == "vllm" for e in chosen.engines)
+
+
+def test_our_own_record_is_not_needed(tiny_llama, tmp_path):
+    """Engines have config.json and the tensors only: without drafttrain.json the net computes the same."""
+    for name in DRAFTERS:
+        net = net_for(tiny_llama, name, FULL)
+        made = export_drafter(net, tiny_llama, tmp_path / name, ExportConfig(dtype="float32"), None)
+        (tmp_path / name / "drafttrain.json").unlink()
+        again = load_export(tmp_path / name, tiny_llama)
+        torch.testing.assert_close(logits_of(again, tiny_llama), logits_of(net, tiny_llama), rtol=0, atol=2e-5)
+        assert type(again.config) is type(net.config) and made["init_args"]
+
+
+def test_a_config_of_another_kind_is_refused(tiny_llama, tmp_path):
+    export_drafter(net_for(tiny_llama, "medusa", FULL), tiny_llama, tmp_path / "export", ExportConfig(), None)
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    for change, complaint in (
+        ({"architectures": ["LlamaForCausalLM"]}, "no drafter that can be read here"),
+        ({"torch_dtype": "float16"}, "torch_dtype 'float16'"),
+        ({"medusa_fc_bias": False}, "medusa_fc_bias false"),
+        ({"num_heads": 3}, "blocks.3.layers.0.bias is not one of"),
+    ):
+        (tmp_path / "export" / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(UserError, match=complaint):
+            load_export(tmp_path / "export", tiny_llama)
+
+
+def test_every_drafter_has_an_entry_and_every_format_a_name_of_its_own():
+    assert {cls.__name__ for cls in ENTRIES} == set(known_drafters())
+    formats = [format for entry in ENTRIES.values() for format in entry.formats]
+    assert (
+        len({format.name for format in formats} | {"native"})
+        == len({f.architecture for f in FORMATS.values()})
+        == len(formats) + 1
+    )
+    assert all(entry.formats or entry.otherwise for entry in ENTRIES.values())
+
+
+def test_a_drafter_without_an_entry_is_written_as_ours(tiny_llama, tmp_path, monkeypatch):
+    net = net_for(tiny_llama, "medusa", FULL)
+    monkeypatch.delitem(ENTRIES, type(net.config))
+    made = export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(), None)
+    assert made["format"] == "native" and "knows no form of a Medusa" in made["notes"][0]
+    assert {field.name for field in fields(net.config)} == made["init_args"].keys()
