@@ -46,13 +46,18 @@ def with_features(target, chats: Sequence[Chat], taps: tuple[int, ...]) -> list[
 
 
 def write_store(
-    folder: Path, chats: Sequence[Chat], identity, taps: Sequence[int] | None = None, dtype: str = "bfloat16"
+    folder: Path,
+    chats: Sequence[Chat],
+    identity,
+    taps: Sequence[int] | None = None,
+    dtype: str = "bfloat16",
+    final: str = "taught",
 ) -> TokenStore:
     """A finished store of two shards."""
     folder.mkdir(parents=True)
     half = len(chats) // 2
     for index, part in enumerate((chats[:half], chats[half:])):
-        write_shard(folder, index, part, {"in": len(part), "kept": len(part), "dropped": {}}, dtype)
+        write_shard(folder, index, part, {"in": len(part), "kept": len(part), "dropped": {}}, dtype, final=final)
     tokens = sum(len(chat.ids) for chat in chats)
     supervised = sum(int(chat.supervised.sum()) for chat in chats)
     rows = {"in": len(chats), "kept": len(chats), "dropped": {}}
@@ -62,17 +67,25 @@ def write_store(
     return TokenStore.open(folder)
 
 
-def make_run(folder: Path, target, features: Sequence[int] | None = None, count: int = 23, dtype: str = "bfloat16") -> Path:
-    """A run folder as data_prep leaves it. `features`: layers whose outputs are kept."""
+def make_run(
+    folder: Path,
+    target,
+    features: Sequence[int] | None = None,
+    count: int = 23,
+    dtype: str = "bfloat16",
+    final: str = "taught",
+) -> Path:
+    """A run folder as data_prep leaves it. `features`: layers whose outputs are kept; `final`: whose final states."""
     chats = ragged_chats(count, target.vocab)
     train_chats = chats if features is None else with_features(target, chats, tuple(features))
-    write_store(folder / "data" / "train", train_chats, target.identity, features, dtype)
+    write_store(folder / "data" / "train", train_chats, target.identity, features, dtype, final)
     write_store(folder / "data" / "held_out", ragged_chats(4, target.vocab, seed=1, longest=16), target.identity)
     return folder
 
 
 def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Path:
-    """Calls `train` with tiny sections. `changes`: section name -> values that replace some of its fields."""
+    """Calls `train` with tiny sections. `changes`: section name -> values that replace some of its fields, or a whole drafter."""
+    from drafttrain.drafters.base import DrafterConfig
     from drafttrain.drafters.eagle3 import Eagle3
     from drafttrain.losses import Distillation
     from drafttrain.target.config import TargetConfig
@@ -89,11 +102,12 @@ def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Pa
         "trainer": {"max_steps": 4, "log_every_n_steps": 1},
         "speed": {},
     }
+    drafter = changes.pop("drafter", {})
     sections = {name: values | changes.get(name, {}) for name, values in given.items()}
     return train(
         run_folder=run_folder,
         target=TargetConfig(**sections["target"]),
-        drafter=Eagle3(**sections["drafter"]),
+        drafter=drafter if isinstance(drafter, DrafterConfig) else Eagle3(**sections["drafter"] | drafter),
         objective=Distillation(**sections["objective"]),
         data=DataConfig(**sections["data"]),
         optimizer=OptimizerConfig(**sections["optimizer"]),

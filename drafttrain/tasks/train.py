@@ -26,6 +26,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
+from drafttrain.data.kept_rows import wanted_final
 from drafttrain.data.packing import RowPlan, read_chats
 from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import DataConfig, Share, WindowStream, make_loader, plan_arithmetic
@@ -128,7 +129,8 @@ def train(
             )
         if checkpoint.tau_prompts:
             net.require_drafts(checkpoint.drafts, "checkpoint.drafts")
-        store.require(model.identity, net.needs.taps if data.features == "stored" else None, data.feature_dtype)
+        taps = net.needs.taps if data.features == "stored" else None
+        store.require(model.identity, taps, data.feature_dtype, wanted_final(net.needs))
         share = Share(topology.rank, topology.world, trainer.get("accumulate_grad_batches", 1), data.rows)
         position = Position() if saved is None else saved.position
         stream = _stream(sections, store, share, model, net, position, say)

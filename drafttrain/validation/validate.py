@@ -70,8 +70,8 @@ def validate(
     """
     facts = dict(facts or {})
     training_log = facts.pop("training_log", None)
-    net.require_drafts(config.drafts, "validate.drafts")
     requests = _chosen(target, requests, config)
+    net.require_drafts(config.drafts, "validate.drafts")
     methods: Methods = {"drafter": lambda: ChainProposer(net, config.drafts), "lookup": lambda: LookupProposer(config.drafts)}
     if untrained_net is not None:
         methods["untrained"] = lambda: ChainProposer(untrained_net, config.drafts)

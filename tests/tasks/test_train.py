@@ -12,6 +12,8 @@ from tiny_run import logged, make_run, ragged_chats, start, write_store
 
 from drafttrain.data.features import FEATURE_DTYPES
 from drafttrain.divergences import HardCrossEntropy, LKLambda, ReverseKL, SoftCrossEntropy
+from drafttrain.drafters.eagle import Eagle
+from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.errors import UserError
 from drafttrain.position_weights import Decay, DPace, Exponential, Uniform, ValidPrefix
 from drafttrain.tasks.checkpoints import find_last
@@ -120,6 +122,29 @@ def test_stored_features_give_the_loss_of_online_ones(tmp_path, tiny_llama, llam
     start(online, llama, data={"feature_dtype": dtype})
     start(stored, llama, data={"features": "stored", "feature_dtype": dtype})
     assert logged(stored) == pytest.approx(logged(online), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "drafter", [Eagle(noise=0.0), Medusa(heads=2), Hydra(heads=2, prefix=True)], ids=lambda d: type(d).__name__
+)
+def test_drafters_of_final_states_learn_from_stored_ones(tmp_path, tiny_llama, llama, drafter):
+    """The same losses as online; a store that keeps final states only where they teach is refused before the first step."""
+    online, stored, poor = (
+        make_run(tmp_path / name, tiny_llama, [], final=final)
+        for name, final in (("online", "all"), ("stored", "all"), ("poor", "taught"))
+    )
+    start(online, llama, drafter=drafter)
+    start(stored, llama, drafter=drafter, data={"features": "stored"})
+    assert logged(stored) == pytest.approx(logged(online), rel=1e-5)
+    with pytest.raises(UserError, match="final states only where they teach, but this drafter reads them in every row"):
+        start(poor, llama, drafter=drafter, data={"features": "stored"})
+
+
+def test_more_drafts_than_heads_are_refused_before_training(tmp_path, tiny_llama, llama):
+    run = make_run(tmp_path, tiny_llama)
+    with pytest.raises(UserError, match=r"checkpoint.drafts asks for 3 drafts in a row, but this drafter has 2 heads"):
+        start(run, llama, drafter=Hydra(heads=2), checkpoint={"tau_prompts": 2, "drafts": 3})
+    assert not (run / "checkpoints").exists()
 
 
 def test_a_depth_that_no_row_has_room_for_is_refused(tmp_path, tiny_llama, llama):
