@@ -100,11 +100,11 @@ class Eagle3Format(Format):
         config = net.config
         facts = Eagle3Facts(net.needs.taps, net.shape, len(net.vocabulary.ids), config.fc_norm, config.norm_output)
         tensors = state_of(net) | map_tensors(net.vocabulary)
-        low_rank = isinstance(net.lm_head, LowRankHead)
-        if low_rank:
+        copied = not isinstance(net.lm_head, LowRankHead)
+        if isinstance(net.lm_head, LowRankHead):
             tensors = {name: value for name, value in tensors.items() if not name.startswith("lm_head.")}
             tensors["lm_head.weight"] = net.lm_head.weight.detach().cpu().float()
-        return Written(engine_config(facts, dtype, special_ids(target)), tensors, copied=not low_rank)
+        return Written(engine_config(facts, dtype, special_ids(target)), tensors, copied=copied)
 
     def table(self, config: dict[str, Any], where: str) -> Table:
         return tensor_table(read_engine_config(config, where))

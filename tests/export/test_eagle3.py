@@ -53,6 +53,12 @@ def hf_hidden_states(target, ids_BT, layers: list[int]) -> torch.Tensor:
     return torch.stack([states[k][0] for k in layers], dim=1)
 
 
+def close(got, wanted):
+    """Differences count as a share of the largest logit, where that is above 1."""
+    largest = float(wanted[wanted.isfinite()].abs().max())
+    torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5 * max(1.0, largest))
+
+
 def as_target_logits(small_NV: torch.Tensor, net) -> torch.Tensor:
     full = torch.full((len(small_NV), net.vocabulary.size), -torch.inf)
     return full.index_copy(1, net.vocabulary.ids, small_NV)
@@ -90,11 +96,11 @@ def test_an_engine_computes_the_logits_of_the_training_forward_and_of_the_decodi
     mine = layout.anchor_N == anchor
     assert layout.depth_N[mine].tolist() == list(range(1, DRAFTS + 1))
     trained = as_target_logits(net.logits(drafted.hidden_NH[mine], drafted.prev_N[mine]), net)
-    torch.testing.assert_close(trained, wanted, rtol=0, atol=2e-5)
+    close(trained, wanted)
     assert float(wanted[wanted.isfinite()].std()) > 0.5  # the comparison is not one of zeros
 
     decoded = decoding_logits(net, ids, taps_TAD, anchor)
-    torch.testing.assert_close(decoded, wanted, rtol=0, atol=2e-5)
+    close(decoded, wanted)
 
 
 def decoding_logits(net, ids, taps_TAD, anchor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from drafttrain.types import Features
 from drafttrain.vocab import DraftVocabulary
 
 from .reference import ReferenceEagle, ReferenceMedusa
-from .test_eagle3 import DRAFTS, PROMPT, as_target_logits, edit_tensors, text
+from .test_eagle3 import DRAFTS, PROMPT, as_target_logits, close, edit_tensors, text
 
 EAGLE = (
     ("vllm", Eagle(), None), ("sglang", Eagle(), None), ("sglang", Eagle(bias=True), None), ("sglang", Eagle(depth=3), 60),
@@ -72,12 +72,6 @@ def ours(net, target, sequences):
     for number, token in enumerate(ids[PROMPT + 1 : PROMPT + DRAFTS]):
         rows.append(net.logits(net.step(state, token[None, None], torch.tensor([[number - 1]]))[0], token[None]))
     return as_target_logits(trained, net), as_target_logits(torch.cat(rows), net)
-
-
-def close(got, wanted):
-    """States of EAGLE-1 grow along a chain, for no norm holds them: differences count as a share of the largest logit."""
-    largest = float(wanted[wanted.isfinite()].abs().max())
-    torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5 * max(1.0, largest))
 
 
 def eagle_case(target, folder, asked="vllm", config=None, draft_vocab=None):
