@@ -49,6 +49,54 @@ def test_front_matter_names_the_target_so_that_the_hub_links_them():
     assert {"eagle3", "speculative-decoding"} <= set(front["tags"]) and front["library_name"] == "drafttrain"
 
 
+OTHERS = {
+    "eagle-vllm": {"class_path": "Eagle", "init_args": {"depth": 1}, "method": "eagle"},
+    "medusa": {"class_path": "Medusa", "init_args": {"heads": 2}, "method": "medusa"},
+    "native": {
+        "class_path": "Hydra",
+        "init_args": {"heads": 2, "prefix": True},
+        "method": "drafttrain",
+        "notes": ["No engine loads it."],
+    },
+}
+
+
+def made_in(format: str, **changes) -> dict:
+    facts = {"taps": [], "vocab": 49152, "draft_vocab": 49152, "most_drafts": None if format.startswith("eagle") else 2}
+    return MADE | OTHERS[format] | {"format": format, "config": facts} | changes
+
+
+@pytest.mark.parametrize("format", sorted(OTHERS))
+def test_each_format_has_tags_and_commands_of_its_own(format):
+    text = card_text(made_in(format), None)
+    front, parsed = front_matter(text), commands(text)
+    engines = {tag for tag in front["tags"] if tag in ("vllm", "sglang")}
+    assert front["tags"][0] == OTHERS[format]["method"] and "eagle3" not in front["tags"]
+    assert engines == ({"vllm"} if format != "native" else set()) and len(parsed) == 1
+    if format == "native":
+        assert (
+            parsed[0][:4] == ["python", "-m", "drafttrain", "generate"]
+            and "- No engine loads it." in text
+            and "prefix True" in text
+        )
+        assert "serving engine loads this folder" in text and "vllm serve" not in text
+    else:
+        asked = json.loads(parsed[0][parsed[0].index("--speculative-config") + 1])
+        assert asked == {
+            "method": OTHERS[format]["method"],
+            "model": "me/tiny-eagle3",
+            "num_speculative_tokens": asked["num_speculative_tokens"],
+        }
+        assert asked["num_speculative_tokens"] == (
+            2 if format == "medusa" else 3
+        )  # not measured: three, or as many as there are heads
+
+
+def test_an_export_of_another_version_is_refused():
+    with pytest.raises(UserError, match="another version"):
+        card_text(MADE | {"format": 1}, None)
+
+
 def test_what_is_not_known_is_left_out():
     front = front_matter(card_text(MADE | {"base_model": None, "license": None}, None))
     assert "base_model" not in front and "license" not in front

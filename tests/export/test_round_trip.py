@@ -12,6 +12,7 @@ from drafttrain.decoding.engine import generate
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.errors import UserError
+from drafttrain.export import export
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter, load_export
 from drafttrain.export.registry import ENTRIES, FORMATS
@@ -112,6 +113,23 @@ def test_our_own_record_is_not_needed(tiny_llama, tmp_path):
         again = load_export(tmp_path / name, tiny_llama)
         torch.testing.assert_close(logits_of(again, tiny_llama), logits_of(net, tiny_llama), rtol=0, atol=2e-5)
         assert type(again.config) is type(net.config) and made["init_args"]
+
+
+def test_a_file_that_is_not_what_was_meant_is_not_put_in_place(tiny_llama, tmp_path, monkeypatch):
+    """The disk gives back other numbers than were written, in tensors that fit the table."""
+    save = export.safetensors.torch.save
+    monkeypatch.setattr(
+        export.safetensors.torch, "save", lambda tensors, **kw: save({n: x * 1.001 for n, x in tensors.items()}, **kw)
+    )
+    for name in ("eagle1", "medusa", "hydra++"):
+        with pytest.raises(UserError, match="does not read back"):
+            export_drafter(net_for(tiny_llama, name, FULL), tiny_llama, tmp_path / "export", ExportConfig(dtype="float32"), None)
+        assert not (tmp_path / "export").exists()
+
+
+def test_a_net_in_training_mode_is_compared_without_noise_and_dropout(tiny_llama, tmp_path):
+    for name in ("hass", "hydra++"):
+        export_drafter(net_for(tiny_llama, name, FULL).train(), tiny_llama, tmp_path / name, ExportConfig(dtype="float32"), None)
 
 
 def test_a_config_of_another_kind_is_refused(tiny_llama, tmp_path):
