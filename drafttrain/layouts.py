@@ -7,6 +7,9 @@ dropped, and counted.
 Shapes: B batch rows, T tokens, Q drafting rows, N scored elements, K depths, M teacher rows.
 """
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,15 +39,15 @@ def run_lengths(sequences: Sequences) -> Tensor:
     return torch.where(supervised, behind - index, 0)
 
 
-def chain_layout(sequences: Sequences, depth: int, speakable_V: Tensor) -> Layout:
-    """Elements of a drafter that is unrolled `depth` steps from every anchor (EAGLE family): row A-1 drafts A+1, ..., A+depth.
+def chain_layout(sequences: Sequences, depth: int, speakable_V: Tensor, keep_BT: Tensor | None = None) -> Layout:
+    """Elements of a drafter that drafts `depth` tokens from every anchor: row A-1 drafts A+1, ..., A+depth.
 
     `speakable_V` marks the draft vocabulary. The anchor needs a feature row before it, so A is never a document's first token.
+    `keep_BT` marks the anchors that draft; None: all.
     """
     B, T = sequences.ids_BT.shape
     run = run_lengths(sequences)
-    starts = sequences.position_BT == 0
-    anchors = (run >= 2) & ~starts
+    anchors = _anchors(sequences, run) if keep_BT is None else _anchors(sequences, run) & keep_BT
     widest = int(anchors.sum(1).max()) if anchors.any() else 0
     Q = max(-(-widest // QUERY_MULTIPLE) * QUERY_MULTIPLE, QUERY_MULTIPLE)
     query_BQ = torch.full((B, Q), -1)
@@ -70,6 +73,25 @@ def chain_layout(sequences: Sequences, depth: int, speakable_V: Tensor) -> Layou
     return Layout(
         flat["anchor"], flat["depth"], flat["label"], teacher_N, flat["draft"], pool_M, query_BQ, flat["cell"], dropped_K
     )
+
+
+def some_anchors(sequences: Sequences, most: int, numbers: Sequence[Sequence[int]]) -> Tensor:
+    """[B, T]: up to `most` anchors of each packed row, drawn without replacement from all that have a draft to learn.
+
+    `numbers[b]` seed the draw of row b, so that it depends on the row alone, and not on who trains it.
+    """
+    anchors_BT = _anchors(sequences, run_lengths(sequences))
+    keep_BT = torch.zeros_like(anchors_BT)
+    for b, number in enumerate(numbers):
+        at = anchors_BT[b].nonzero()[:, 0]
+        drawn = np.random.default_rng(list(number)).permutation(len(at))[:most]
+        keep_BT[b, at[torch.from_numpy(drawn)]] = True
+    return keep_BT
+
+
+def _anchors(sequences: Sequences, run_BT: Tensor) -> Tensor:
+    """[B, T]: tokens that a draft can start from: supervised, with a supervised one behind and a feature row before."""
+    return (run_BT >= 2) & (sequences.position_BT > 0)
 
 
 def chain_visibility(sequences: Sequences, query_BQ: Tensor) -> Tensor:

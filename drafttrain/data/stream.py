@@ -12,6 +12,7 @@ Shapes: B rows of a micro-batch, T tokens of a row, A taps, D target width.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -23,6 +24,12 @@ from drafttrain.errors import UserError
 from drafttrain.types import Features, Layout, Sequences
 
 FEATURES = ("online", "stored")
+
+
+class MakeLayout(Protocol):
+    """What to score of some packed rows, of which `numbers` are the seeds: their numbers in the run, so that a draw depends on the row alone."""
+
+    def __call__(self, sequences: Sequences, *, numbers: list[tuple[int, ...]]) -> Layout: ...
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,7 @@ def _pinned(record):
 class WindowStream(IterableDataset):
     """Endless micro-batches of one rank.
 
-    `layout(sequences) -> Layout` and `counts(layout) -> {term: count}` come from the drafter and the objective.
+    `layout(sequences, numbers=...) -> Layout` and `counts(layout) -> {term: count}` come from the drafter and the objective.
     `start`: rows that were trained already. `features`: read the stored features along.
     """
 
@@ -125,7 +132,7 @@ class WindowStream(IterableDataset):
         store: TokenStore,
         plan: RowPlan,
         share: Share,
-        layout: Callable[[Sequences], Layout],
+        layout: MakeLayout,
         counts: Callable[[Layout], dict[str, float]],
         start: int = 0,
         features: bool = False,
@@ -145,7 +152,7 @@ class WindowStream(IterableDataset):
         share = self.share
         rows = [share.micro_rows(first, micro) for micro in range(share.accumulate)]
         sequences = [self.sequences(row) for row in rows]
-        layouts = [self.layout(s) for s in sequences]
+        layouts = [self.layout(s, numbers=[(self.plan.seed, g) for g in row]) for s, row in zip(sequences, rows, strict=True)]
         counts = self._window_counts(sequences, layouts)
         for micro in range(share.accumulate):
             features = self.stored_features(rows[micro]) if self.features else None

@@ -33,6 +33,8 @@ class ChainProposer(DrafterProposer):
     def _chain(self, count: int, tokens_BM: Tensor, length_B: Tensor, extent: int) -> Proposal:
         self.state.forget(extent)
         prev_B1 = tokens_BM.gather(1, length_B[:, None])
+        if self.net.parallel and not self.net.reads_last:
+            return self._all_at_once(count, prev_B1)
         hidden_B1H = self.hidden_BH[: len(length_B), None]
         drafts, logp = [], []
         for depth in range(count):
@@ -43,8 +45,18 @@ class ChainProposer(DrafterProposer):
             drafts.append(prev_B1)
             if self.least_confidence:
                 logp.append(logits_B1V.float().log_softmax(-1).amax(-1))
-        proposal = chain_of(torch.cat(drafts, dim=1))
-        if not self.least_confidence:
+        return self._sure(torch.cat(drafts, dim=1), torch.cat(logp, dim=1) if logp else None)
+
+    def _all_at_once(self, count: int, anchor_B1: Tensor) -> Proposal:
+        """Of a drafter whose depths do not depend on each other: one product with the head."""
+        hidden_BKH = self.net.ahead(self.state)[:, :count]
+        logits_BKV = self._logits(hidden_BKH, anchor_B1.expand(-1, count))
+        logp_BK = logits_BKV.float().log_softmax(-1).amax(-1) if self.least_confidence else None
+        return self._sure(self.net.speakable_V[logits_BKV.argmax(-1)], logp_BK)
+
+    def _sure(self, tokens_BK: Tensor, logp_BK: Tensor | None) -> Proposal:
+        """The chain, as far as its probability reaches."""
+        proposal = chain_of(tokens_BK)
+        if logp_BK is None:
             return proposal
-        exists_BK = torch.cat(logp, dim=1).cumsum(1) >= math.log(self.least_confidence)
-        return Proposal(proposal.tokens_BN, proposal.parents_BN, exists_BK)
+        return Proposal(proposal.tokens_BN, proposal.parents_BN, logp_BK.cumsum(1) >= math.log(self.least_confidence))

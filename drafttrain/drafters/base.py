@@ -80,6 +80,12 @@ class DrafterNet(nn.Module):
     """Target id of each draft id (a buffer on the net's device)."""
     deepest: int | None = None
     """Most drafts that it can propose in a row; None: any number."""
+    parallel: bool = False
+    """Whether the states of all depths are known before anything is drafted: see `ahead`."""
+    reads_last: bool = False
+    """Whether `logits` looks at the token before."""
+    unsaid: tuple[int, ...] = ()
+    """Tokens that no training text may hold."""
     words: tuple[str, ...] = ("lm_head.weight",)
     """Weights with a row for each token of the draft vocabulary; () where it speaks with the target's head."""
 
@@ -102,7 +108,9 @@ class DrafterNet(nn.Module):
                 f"{self.deepest}, or train more heads (drafter.init_args.heads)."
             )
 
-    def layout(self, sequences: Sequences, depth: int | None = None) -> Layout:
+    def layout(self, sequences: Sequences, depth: int | None = None, numbers: list[tuple[int, ...]] | None = None) -> Layout:
+        """The elements that count, from the data alone (on the CPU). A drafter that learns from a part of them draws it by `numbers`, one
+        for each packed row; None: all of them."""
         raise NotImplementedError
 
     def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
@@ -147,4 +155,8 @@ class DrafterNet(nn.Module):
     def step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor) -> Tensor:
         """Read W drafted tokens in every row, all of one depth. `parents_BW` counts the tokens stepped since the last commit, in their
         order; -1 is the anchor. Returns hidden [B, W, H]."""
+        raise NotImplementedError
+
+    def ahead(self, state: Any) -> Tensor:
+        """States of all depths behind every anchor [B, K, H], of a drafter that is `parallel`."""
         raise NotImplementedError

@@ -215,7 +215,7 @@ class HeadsNet(DrafterNet):
 
     # ---- training face -------------------------------------------------------------------------------------------------
 
-    def layout(self, sequences: Sequences, depth: int | None = None) -> Layout:
+    def layout(self, sequences: Sequences, depth: int | None = None, numbers: list[tuple[int, ...]] | None = None) -> Layout:
         depth = depth or self.needs.depth
         self.require_drafts(depth, "a layout")
         return chain_layout(sequences, depth, self.speaks_V)

@@ -74,7 +74,7 @@ class UnrolledNet(DrafterNet):
 
     # ---- training face -------------------------------------------------------------------------------------------------
 
-    def layout(self, sequences: Sequences, depth: int | None = None) -> Layout:
+    def layout(self, sequences: Sequences, depth: int | None = None, numbers: list[tuple[int, ...]] | None = None) -> Layout:
         return chain_layout(sequences, depth or self.needs.depth, self.speaks_V)
 
     def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:

@@ -33,7 +33,10 @@ def store(tiny_llama, tmp_path_factory):
 def make_stream(store, speakable, share=None, start=0, **kwargs):
     plan = RowPlan(read_chats(store, LENGTH), LENGTH, seed=5)
     share = share or Share()
-    layout = partial(chain_layout, depth=DEPTH, speakable_V=speakable)
+
+    def layout(sequences, numbers):
+        return chain_layout(sequences, DEPTH, speakable)
+
     return WindowStream(store, plan, share, layout, partial(Distillation().counts, depth=DEPTH), start, **kwargs)
 
 

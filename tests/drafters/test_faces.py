@@ -6,12 +6,14 @@ from drafters.test_eagle3 import chat
 from tiny import first
 
 from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.drafters.save import load_drafter, save_drafter
 from drafttrain.errors import UserError
+from drafttrain.layouts import chain_layout
 from drafttrain.types import Features, Sequences
 from drafttrain.vocab import DraftVocabulary
 
@@ -26,6 +28,8 @@ DRAFTERS = {
     "hydra": Hydra(heads=4),
     "hydra++": Hydra(heads=4, layers=3, prefix=True, dropout=0.2),
     "hydra own heads": Hydra(heads=4, own_heads=True),
+    "dflash": DFlash(block=5, layers=2, taps=[0, 2], mask_token=319),
+    "dflash window": DFlash(block=6, layers=2, window=7, mask_token=319),
 }
 
 
@@ -179,7 +183,7 @@ def test_a_draft_sees_rows_before_its_anchor_only(tiny_llama, config):
     mine = layout.anchor_N == anchor
     before = drafted.hidden_NH[mine]
     depth = layout.depth_N[mine]
-    reads_drafts = not isinstance(config, Medusa)
+    reads_anchor, reads_drafts = not isinstance(config, Medusa), not isinstance(config, Medusa | DFlash)
 
     def altered(rows=None, token=None):
         taps, final, ids = features.taps_BTAD.clone(), features.final_BTD.clone(), sequences.ids_BT.clone()
@@ -194,11 +198,31 @@ def test_a_draft_sees_rows_before_its_anchor_only(tiny_llama, config):
     assert torch.equal(altered(rows=slice(anchor, None)), before)
     assert not torch.allclose(altered(rows=slice(anchor - 1, anchor)), before, atol=1e-3)
     assert torch.equal(altered(token=anchor + 3), before)  # depth 3 reads A+2 last
-    assert torch.allclose(altered(token=anchor), before, atol=1e-3) != reads_drafts
+    assert torch.allclose(altered(token=anchor), before, atol=1e-3) != reads_anchor
     # A token inside the draft is read by deeper steps only.
     deeper = altered(token=anchor + 1)
     assert torch.equal(deeper[depth == 1], before[depth == 1])
     assert torch.allclose(deeper[depth == 2], before[depth == 2], atol=1e-3) != reads_drafts
+
+
+def test_drafts_do_not_see_each_other(tiny_llama, config):
+    """Drafts of some anchors are the same whether or not their neighbours, whose text overlaps theirs, draft as well."""
+    net = net_for(tiny_llama, config)
+    sequences = chat("000111111111")
+    features = tiny_llama.read_packed(sequences, net.needs.taps)
+    keep_BT = torch.zeros(1, 12, dtype=torch.bool)
+    keep_BT[0, [4, 7]] = True
+    every, some = (chain_layout(sequences, 3, net.speaks_V, keep) for keep in (None, keep_BT))
+    mine = keep_BT.flatten()[every.anchor_N]
+    got, wanted = net.rows(sequences, features, some).hidden_NH, net.rows(sequences, features, every).hidden_NH[mine]
+    assert set(some.anchor_N.tolist()) == {4, 7} and len(got) < len(every.anchor_N)
+    torch.testing.assert_close(got, wanted[_match(every, mine, some)], atol=1e-5, rtol=1e-4)
+
+
+def _match(every, mine, some):
+    """Where each element of `some` stands among those of `every` that are `mine`."""
+    pairs = list(zip(every.anchor_N[mine].tolist(), every.depth_N[mine].tolist(), strict=True))
+    return [pairs.index(pair) for pair in zip(some.anchor_N.tolist(), some.depth_N.tolist(), strict=True)]
 
 
 def test_packed_documents_do_not_see_each_other(tiny_llama, config):

@@ -1,0 +1,134 @@
+"""DFlash: anchors drawn from the data alone, the token for masks, taps, what blocks may be; the block against a dense loop over pairs."""
+
+import pytest
+import torch
+from drafters.test_eagle3 import chat
+from drafters.test_faces import net_for
+
+from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.decoding.propose_tree import TreeProposer
+from drafttrain.drafters.dflash import DFlash, spread_taps
+from drafttrain.drafters.mask_token import mask_token
+from drafttrain.errors import UserError
+from drafttrain.layouts import chain_layout, some_anchors
+from drafttrain.ops.blocks import attend_blocks
+from drafttrain.types import Features
+
+CONFIG = DFlash(block=5, layers=2, taps=[0, 2], mask_token=319, anchors=4)
+
+
+def test_anchors_are_drawn_by_the_number_of_the_row_alone():
+    sequences = chat("0001111111111111000111111", documents="0" * 16 + "1" * 9)
+    every = set(chain_layout(sequences, 4, torch.ones(400, dtype=torch.bool)).anchor_N.tolist())
+    seen = set()
+    for row in range(40):
+        drawn = some_anchors(sequences, 4, [(7, row)])
+        again = some_anchors(sequences, 4, [(7, row)])
+        found = set(drawn[0].nonzero()[:, 0].tolist())
+        assert torch.equal(drawn, again) and len(found) == 4 and found <= every
+        seen |= found
+    assert seen == every  # each has its turn
+    assert some_anchors(sequences, 999, [(7, 0)]).sum() == len(every)
+
+
+def test_the_layout_holds_the_drawn_anchors_and_all_of_them_when_measured(tiny_llama):
+    net = net_for(tiny_llama, CONFIG)
+    sequences = chat("0001111111111111")
+    drawn, every = net.layout(sequences, numbers=[(1, 2)]), net.layout(sequences)
+    assert len(drawn.anchor_N.unique()) <= 4 < len(every.anchor_N.unique())
+    assert len(drawn.dropped_K) == len(every.dropped_K) == 4
+
+
+@torch.no_grad()
+def test_attention_of_blocks_equals_a_loop_over_pairs():
+    g = torch.Generator().manual_seed(0)
+    B, H, G, Q, S, T, D = 2, 4, 2, 3, 4, 6, 8
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=g)
+
+    query, key, value, own_key, own_value = (
+        draw(B, H, Q, S, D),
+        draw(B, G, T, D),
+        draw(B, G, T, D),
+        draw(B, G, Q, S, D),
+        draw(B, G, Q, S, D),
+    )
+    visible = torch.rand(B, Q, S, T, generator=g) > 0.4
+    visible[..., 0] = True
+    own_visible = torch.ones(S, S, dtype=torch.bool).tril()
+    got = attend_blocks(query, key, value, visible, own_key, own_value, own_visible)
+    for b in range(B):
+        for h in range(H):
+            for q in range(Q):
+                for s in range(S):
+                    keys = [key[b, h // 2, t] for t in range(T) if visible[b, q, s, t]] + [
+                        own_key[b, h // 2, q, r] for r in range(s + 1)
+                    ]
+                    values = [value[b, h // 2, t] for t in range(T) if visible[b, q, s, t]]
+                    values += [own_value[b, h // 2, q, r] for r in range(s + 1)]
+                    weights = torch.stack([query[b, h, q, s] @ k / D**0.5 for k in keys]).softmax(0)
+                    wanted = (weights[:, None] * torch.stack(values)).sum(0)
+                    torch.testing.assert_close(got[b, h, q, s], wanted, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_chain_takes_all_slots_in_one_product_and_a_tree_their_marginals(tiny_llama):
+    """The chain in one product against the path that steps; a tree's scores against sums of the slots' log-probabilities."""
+    net = net_for(tiny_llama, CONFIG)
+    ids = torch.randint(3, 300, (2, 40), generator=torch.Generator().manual_seed(1))
+    length = torch.tensor([7, 9])
+    features = tiny_llama.read_packed(chat("0" * 2 + "1" * 10, ids=ids[0, :12].tolist()), net.needs.taps)
+    both = Features(features.taps_BTAD[:, :9].repeat(2, 1, 1, 1), features.final_BTD[:, :9].repeat(2, 1, 1))
+
+    def begun(proposer):
+        proposer.begin(2, 64)
+        proposer.admit(torch.arange(2), ids, length, both, 64)
+        return proposer.propose(ids, length, torch.arange(2), 64)
+
+    chain = ChainProposer(net, 4)
+    at_once = begun(chain)
+    net.parallel = False
+    stepped = begun(ChainProposer(net, 4))
+    net.parallel = True
+    assert torch.equal(at_once.tokens_BN, stepped.tokens_BN)
+    logp_BKV = net.logits(net.ahead(chain.state).flatten(0, 1), ids[:, :4].flatten()).unflatten(0, (2, 4)).log_softmax(-1)
+    tree = TreeProposer(net, 4, 3, 12, estimates=True)
+    proposal = begun(tree)
+    for b in range(2):
+        total = 0.0
+        for n in range(12):
+            score, node, depth = 0.0, n, []
+            while node >= 0:
+                depth.append(int(proposal.tokens_BN[b, node]))
+                node = int(proposal.parents_BN[b, node])
+            for k, token in enumerate(reversed(depth)):
+                score += float(logp_BKV[b, k, net.vocabulary.ids.tolist().index(token)])
+            total += 2.718281828459045**score
+        assert float(tree.expected_B[b]) == pytest.approx(total, rel=1e-3)
+
+
+def test_the_mask_is_a_row_that_no_text_uses(tiny_llama):
+    with pytest.raises(UserError, match="neither a padding row"):
+        mask_token(tiny_llama)  # its tokenizer fills the table, and all its special tokens are in use
+    assert mask_token(tiny_llama, 300) == 300
+    with pytest.raises(UserError, match="mask_token is 2, which the target's chats use"):
+        mask_token(tiny_llama, 2)
+    with pytest.raises(UserError, match="rows 0 to 319"):
+        mask_token(tiny_llama, 320)
+
+
+def test_taps_are_spread_as_published():
+    assert spread_taps(36, 5) == (1, 9, 17, 25, 33)
+    assert spread_taps(30, 5) == (1, 8, 14, 20, 27)
+    assert spread_taps(5, 2) == (1, 2) and spread_taps(4, 3) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [({"block": 1}, "block is 1"), ({"layers": 0}, "layers is 0"), ({"anchors": 0}, "anchors is 0"), ({"window": 0}, "window is 0"),
+     ({"taps": [3, 1]}, "ascending")],
+)  # fmt: skip
+def test_what_cannot_be_built_is_refused(arguments, sentence):
+    with pytest.raises(UserError, match=sentence):
+        DFlash(**arguments)
