@@ -127,6 +127,7 @@ def train(
                 f"drafter.init_args.depth is {net.needs.depth}, but a row of data.length {data.length} tokens has room for at most "
                 f"{data.length - 2} drafts; lower the depth or raise data.length."
             )
+        _require_unsaid(net, store)
         if checkpoint.tau_prompts:
             net.require_drafts(checkpoint.drafts, "checkpoint.drafts")
         taps = net.needs.taps if data.features == "stored" else None
@@ -230,6 +231,17 @@ def _begin(
     for line in lines:
         say(line)
     return build, net
+
+
+def _require_unsaid(net: DrafterNet, store: TokenStore) -> None:
+    """UserError where the chats hold a token that stands for a masked one."""
+    supervised_V, other_V = store.counts()
+    said = {token: int(supervised_V[token] + other_V[token]) for token in net.unsaid}
+    if found := [f"{token} ({times:,} times)" for token, times in said.items() if times]:
+        raise UserError(
+            f"{store.folder}/ holds the token {', '.join(found)}, which stands for a masked one in this drafter, so it would be read as text and as "
+            "no text at once; set drafter.init_args.mask_token to one that no chat holds."
+        )
 
 
 def _stream(

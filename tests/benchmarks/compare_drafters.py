@@ -121,9 +121,9 @@ class Windows(IterableDataset):
             sequences = self.stream.sequences(self.stream.share.micro_rows(first, 0))
             layouts, made = [], {}
             for runner in self.runners:
-                key = (runner.depth, len(runner.net.vocabulary.ids))
+                key = (runner.depth, len(runner.net.vocabulary.ids), getattr(runner.net, "anchors", None))
                 if key not in made:
-                    made[key] = runner.net.layout(sequences)
+                    made[key] = runner.net.layout(sequences, numbers=[(0, first + b) for b in range(len(sequences.ids_BT))])
                 layouts.append((made[key], runner.objective.counts(made[key], runner.depth)))
             yield sequences, layouts
             first += self.stream.share.window_rows

@@ -4,14 +4,17 @@ import pytest
 import torch
 from drafters.test_eagle3 import chat
 from drafters.test_faces import net_for
+from tiny_run import logged, make_run, ragged_chats, start, write_store
 
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.propose_tree import TreeProposer
+from drafttrain.divergences import HardCrossEntropy
 from drafttrain.drafters.dflash import DFlash, spread_taps
 from drafttrain.drafters.mask_token import mask_token
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, some_anchors
 from drafttrain.ops.blocks import attend_blocks
+from drafttrain.position_weights import Exponential
 from drafttrain.types import Features
 
 CONFIG = DFlash(block=5, layers=2, taps=[0, 2], mask_token=319, anchors=4)
@@ -132,3 +135,37 @@ def test_taps_are_spread_as_published():
 def test_what_cannot_be_built_is_refused(arguments, sentence):
     with pytest.raises(UserError, match=sentence):
         DFlash(**arguments)
+
+
+def run_without_masks(folder, target):
+    for name, count in (("train", 23), ("held_out", 4)):
+        write_store(folder / "data" / name, ragged_chats(count, 319), target.identity)
+    return folder
+
+
+def test_a_text_that_holds_the_mask_is_refused(tmp_path, tiny_llama, target_folders):
+    run = make_run(tmp_path, tiny_llama)
+    with pytest.raises(UserError, match=r"holds the token 319 \(\d+ times\), which stands for a masked one"):
+        start(run, target_folders("llama"), drafter=CONFIG)
+    assert not (run / "checkpoints").exists()
+
+
+def test_anchors_drawn_are_the_same_however_a_window_is_shared_out(tmp_path, tiny_llama, target_folders):
+    """One row in eight micro-batches, and eight rows in one; stopped and gone on: the anchors follow from the row's number."""
+    folder = target_folders("llama")
+    objective = {"divergences": [HardCrossEntropy()], "positions": Exponential(2.0), "reduction": "weights"}
+    losses = []
+    for rows, accumulate in ((1, 4), (4, 1)):
+        run = run_without_masks(tmp_path / str(rows), tiny_llama)
+        start(run, folder, drafter=CONFIG, objective=objective, data={"rows": rows},
+              trainer={"max_steps": 4, "accumulate_grad_batches": accumulate})  # fmt: skip
+        losses.append(logged(run))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    halves = run_without_masks(tmp_path / "halves", tiny_llama)
+    for steps in (2, 4):
+        start(halves, folder, drafter=CONFIG, objective=objective, data={"rows": 4}, optimizer={"schedule": "constant"},
+              trainer={"max_steps": steps, "accumulate_grad_batches": 1})  # fmt: skip
+    whole = run_without_masks(tmp_path / "whole", tiny_llama)
+    start(whole, folder, drafter=CONFIG, objective=objective, data={"rows": 4}, optimizer={"schedule": "constant"},
+          trainer={"max_steps": 4, "accumulate_grad_batches": 1})  # fmt: skip
+    assert logged(halves) == pytest.approx(logged(whole), rel=1e-6)
