@@ -38,11 +38,12 @@ REAL: dict[str, Callable[[], PretrainedConfig]] = {
 
 
 def shrunken(config: PretrainedConfig) -> PretrainedConfig:
-    """The same kind of model with the same layers and rotary base, and as many queries for each key; narrow, and with few tokens."""
+    """The same kind of model with the same layers and rotary base, and as many queries for each key; narrow, and with few tokens. Behind
+    the tokenizer's last one the embedding has padding rows, as real ones do."""
     small = copy.deepcopy(config)
     groups = config.num_attention_heads // config.num_key_value_heads
     sizes = {
-        "vocab_size": VOCAB, "hidden_size": 8 * groups, "intermediate_size": 48, "num_attention_heads": groups, "num_key_value_heads": 1,
+        "vocab_size": VOCAB + 8, "hidden_size": 8 * groups, "intermediate_size": 48, "num_attention_heads": groups, "num_key_value_heads": 1,
         "head_dim": 8, "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     }  # fmt: skip
     for name, value in sizes.items():

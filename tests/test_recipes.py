@@ -12,6 +12,7 @@ import torch
 from recipe_targets import REAL, RECIPES, ROOT
 
 from drafttrain.commands.plan import arithmetic, outline
+from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
@@ -32,7 +33,7 @@ def name_of(path: Path) -> str:
 def test_they_are_there():
     assert {path.parent.name for path in RECIPES} == set(REAL)
     assert {name_of(path) for path in EIGHT_BILLION} == {
-        f"{target}/{method}" for target in ("qwen3-8b", "llama3.1-8b") for method in ("eagle3", "hydra-plus")
+        f"{target}/{method}" for target in ("qwen3-8b", "llama3.1-8b") for method in ("eagle3", "hydra-plus", "dflash")
     }
     assert {path.stem for path in HARDWARE} >= {"cpu", "ddp", "zero1", "zero2", "zero3"}
 
@@ -112,6 +113,9 @@ def weights_by_hand(drafter, config) -> int:
         return taps * D * D + block(2 * D) + norms * D + head
     if isinstance(drafter, Eagle):
         return 2 * D * D + block(D) + D
+    if isinstance(drafter, DFlash):
+        taps = len(drafter.taps) or drafter.layers
+        return taps * D * D + drafter.layers * (block(D) + 2 * D + 2 * head_dim) + 2 * D  # a norm of the context, one at the end
     assert isinstance(drafter, Hydra | Medusa) and not drafter.own_heads
     total = 0
     for k in range(1, drafter.heads + 1):
@@ -150,6 +154,10 @@ def test_the_weights_of_the_8b_recipes_in_numbers(configs):
     heads = 28 * 16777216 + 12 * 16777216 + 16 * 4096
     assert found["qwen3-8b/hydra-plus"] == heads + (33554432 + 8388608 + 150994944) + 12288
     assert found["llama3.1-8b/hydra-plus"] == heads + (33554432 + 8388608 + 176160768) + 12288 == 889_270_272
+    # fc 5x4096^2 + 5 layers of (2x4096^2 + 2x4096x1024 + 3x4096xI + 2x4096 + 2x128) + 2x4096
+    dflash = 83886080 + 5 * (33554432 + 8388608 + 8192 + 256) + 8192
+    assert found["qwen3-8b/dflash"] == dflash + 5 * 150994944 == 1_048_626_432
+    assert found["llama3.1-8b/dflash"] == dflash + 5 * 176160768
     rows = (ROOT / "recipes" / "README.md").read_text().splitlines()
     for name, weights in found.items():
         [row] = [row for row in rows if f"({name}.yaml)" in row]

@@ -76,10 +76,11 @@ def make_run(
     final: str = "taught",
 ) -> Path:
     """A run folder as data_prep leaves it. `features`: layers whose outputs are kept; `final`: whose final states."""
-    chats = ragged_chats(count, target.vocab)
+    words = len(target.tokenizer)
+    chats = ragged_chats(count, words)
     train_chats = chats if features is None else with_features(target, chats, tuple(features))
     write_store(folder / "data" / "train", train_chats, target.identity, features, dtype, final)
-    write_store(folder / "data" / "held_out", ragged_chats(4, target.vocab, seed=1, longest=16), target.identity)
+    write_store(folder / "data" / "held_out", ragged_chats(4, words, seed=1, longest=16), target.identity)
     return folder
 
 

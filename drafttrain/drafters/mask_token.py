@@ -19,6 +19,8 @@ TALK = [
 def mask_token(target: Target, asked: int | None = None) -> int:
     """The token asked for, or the one chosen for this target. UserError where it cannot serve, or where there is none."""
     tokenizer = target.tokenizer
+    if tokenizer is None:  # an outline of a target, from its sizes alone: nothing is embedded
+        return asked or 0
     used = _used(target)
     if asked is not None:
         if not 0 <= asked < target.vocab:
