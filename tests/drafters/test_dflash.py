@@ -13,7 +13,7 @@ from drafttrain.drafters.dflash import DFlash, spread_taps
 from drafttrain.drafters.mask_token import mask_token
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, some_anchors
-from drafttrain.ops.blocks import attend_blocks
+from drafttrain.ops.blocks import BlockRule, attend_blocks, attend_blocks_fused
 from drafttrain.position_weights import Exponential
 from drafttrain.types import Features
 
@@ -73,6 +73,32 @@ def test_attention_of_blocks_equals_a_loop_over_pairs():
                     weights = torch.stack([query[b, h, q, s] @ k / D**0.5 for k in keys]).softmax(0)
                     wanted = (weights[:, None] * torch.stack(values)).sum(0)
                     torch.testing.assert_close(got[b, h, q, s], wanted, atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (False, 4), (True, 3)])
+def test_the_rule_of_blocks_as_a_loop_a_mask_and_a_kernel(causal, window):
+    """The dense mask against a loop over all pairs, and the fused attention against the dense one, over packed documents."""
+    g = torch.Generator().manual_seed(1)
+    sequences = chat("0" * 24, documents="0" * 9 + "1" * 11 + "....")
+    B, H, G, S, T, D = 1, 4, 2, 5, 24, 16
+    row_BQ = torch.tensor([[0, 3, 4, 8, 9, 14, 19, 0]])
+    rule = BlockRule(sequences.document_BT, sequences.position_BT, row_BQ, S, causal, window)
+    context, own = rule.context().expand(-1, -1, S, -1), rule.own()
+    document, position = sequences.document_BT[0], sequences.position_BT[0]
+    for q, row in enumerate(row_BQ[0].tolist()):
+        for s in range(S):
+            for t in range(T):
+                near = window is None or position[t] > position[row] + 1 + s - window
+                assert bool(context[0, q, s, t]) == bool(t <= row and document[t] == document[row] and near)
+            assert own[s].tolist() == [not causal or r <= s for r in range(S)]
+    Q = row_BQ.shape[1]
+    query, key, value = (torch.randn(B, n, *size, D, generator=g) for n, size in ((H, (Q, S)), (G, (T,)), (G, (T,))))
+    own_key, own_value = (torch.randn(B, G, Q, S, D, generator=g) for _ in range(2))
+    fused = attend_blocks_fused(query, key, value, own_key, own_value, rule.block_mask())
+    torch.testing.assert_close(
+        fused, attend_blocks(query, key, value, rule.context(), own_key, own_value, own), atol=1e-5, rtol=1e-4
+    )
 
 
 @torch.no_grad()
