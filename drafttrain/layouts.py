@@ -4,10 +4,12 @@ An element (anchor A, depth k) exists iff tokens A, A+1, ..., A+k are all superv
 prompt token, past an end of turn, or across a turn is never served. One whose label is outside the draft vocabulary is
 dropped, and counted.
 
-Shapes: B batch rows, T tokens, Q drafting rows, N scored elements, K depths, M teacher rows.
+Shapes: B batch rows, T tokens, Q drafting rows, N scored elements, K depths, M teacher rows, A anchors of a row.
 """
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -45,20 +47,59 @@ def chain_layout(sequences: Sequences, depth: int, speakable_V: Tensor, keep_BT:
     `speakable_V` marks the draft vocabulary. The anchor needs a feature row before it, so A is never a document's first token.
     `keep_BT` marks the anchors that draft; None: all.
     """
+    run_BT = run_lengths(sequences)
+    anchors_BT = _anchors(sequences, run_BT) if keep_BT is None else _anchors(sequences, run_BT) & keep_BT
+    return Layout(*_elements(sequences, run_BT, [row.nonzero()[:, 0] for row in anchors_BT], [1.0] * depth, speakable_V))
+
+
+@dataclass(frozen=True)
+class ThinnedLayout(Layout):
+    """A layout whose deeper elements belong to fewer drafting rows: those of depth k are all among the first `thinned_width` of them."""
+
+    def to(self, device) -> "ThinnedLayout":
+        return ThinnedLayout(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+
+
+def thinned_layout(
+    sequences: Sequences, share_K: Sequence[float], speakable_V: Tensor, numbers: Sequence[Sequence[int]]
+) -> ThinnedLayout:
+    """`chain_layout` of which depth k keeps the share `share_K[k-1]` of each packed row's anchors (rounded up), nested: an element that is
+    kept has all its shallower ones kept (conditional drop of tokens: An et al. 2025, arXiv 2504.18583).
+
+    Shares do not grow with depth. `numbers[b]` seed the draw of row b, as in `some_anchors`.
+    """
+    run_BT = run_lengths(sequences)
+    drawn = []
+    for row, number in zip(_anchors(sequences, run_BT), numbers, strict=True):
+        at_A = row.nonzero()[:, 0]
+        drawn.append(at_A[torch.from_numpy(np.random.default_rng(list(number)).permutation(len(at_A)))])
+    return ThinnedLayout(*_elements(sequences, run_BT, drawn, share_K, speakable_V))
+
+
+def thinned_width(queries: int, share: float) -> int:
+    """Of `queries` drafting rows, how many to compute where this share of them is kept: a multiple of QUERY_MULTIPLE, known from a shape alone."""
+    return _padded(math.ceil(share * queries))
+
+
+def _padded(count: int) -> int:
+    return -(-count // QUERY_MULTIPLE) * QUERY_MULTIPLE
+
+
+def _elements(
+    sequences: Sequences, run_BT: Tensor, anchors: list[Tensor], share_K: Sequence[float], speakable_V: Tensor
+) -> list[Tensor]:
+    """The fields of a layout. `anchors[b]` [A]: those of row b, in the order that they have in `query_BQ`; depth k has the first of them."""
     B, T = sequences.ids_BT.shape
-    run = run_lengths(sequences)
-    anchors = _anchors(sequences, run) if keep_BT is None else _anchors(sequences, run) & keep_BT
-    widest = int(anchors.sum(1).max()) if anchors.any() else 0
-    Q = max(-(-widest // QUERY_MULTIPLE) * QUERY_MULTIPLE, QUERY_MULTIPLE)
+    Q = max(_padded(max(len(at_A) for at_A in anchors)), QUERY_MULTIPLE)
     query_BQ = torch.full((B, Q), -1)
     columns: dict[str, list[Tensor]] = {name: [] for name in ("anchor", "depth", "label", "teacher", "draft", "cell")}
-    dropped_K = torch.zeros(depth, dtype=torch.long)
-    for b in range(B):
-        at = anchors[b].nonzero()[:, 0]
-        query_BQ[b, : len(at)] = at - 1
-        for k in range(1, depth + 1):
-            reaches = (run[b, at] > k).nonzero()[:, 0]
-            anchor = at[reaches]
+    dropped_K = torch.zeros(len(share_K), dtype=torch.long)
+    for b, at_A in enumerate(anchors):
+        query_BQ[b, : len(at_A)] = at_A - 1
+        for k, share in enumerate(share_K, start=1):
+            kept = at_A[: math.ceil(share * len(at_A))]
+            reaches = (run_BT[b, kept] > k).nonzero()[:, 0]
+            anchor = kept[reaches]
             label = sequences.ids_BT[b, anchor + k]
             said = speakable_V[label]
             dropped_K[k - 1] += int((~said).sum())
@@ -70,9 +111,7 @@ def chain_layout(sequences: Sequences, depth: int, speakable_V: Tensor, keep_BT:
             columns["cell"].append(((k - 1) * B + b) * Q + reaches[said])
     flat = {name: torch.cat(parts) for name, parts in columns.items()}
     pool_M, teacher_N = torch.unique(flat["teacher"], return_inverse=True)
-    return Layout(
-        flat["anchor"], flat["depth"], flat["label"], teacher_N, flat["draft"], pool_M, query_BQ, flat["cell"], dropped_K
-    )
+    return [flat["anchor"], flat["depth"], flat["label"], teacher_N, flat["draft"], pool_M, query_BQ, flat["cell"], dropped_K]
 
 
 def some_anchors(sequences: Sequences, most: int, numbers: Sequence[Sequence[int]]) -> Tensor:

@@ -10,6 +10,7 @@ from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
+from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.drafters.save import load_drafter, save_drafter
 from drafttrain.errors import UserError
@@ -30,6 +31,8 @@ DRAFTERS = {
     "hydra own heads": Hydra(heads=4, own_heads=True),
     "dflash": DFlash(block=5, layers=2, taps=[0, 2], mask_token=319),
     "dflash window": DFlash(block=6, layers=2, window=7, mask_token=319),
+    "p-eagle": PEagle(taps=[0, 1, 3], depth=5, layers=3, mask_token=319),
+    "p-eagle normed taps": PEagle(taps=[1, 2], depth=4, layers=1, mask_token=319, fc_norm=True),
 }
 
 
@@ -183,7 +186,7 @@ def test_a_draft_sees_rows_before_its_anchor_only(tiny_llama, config):
     mine = layout.anchor_N == anchor
     before = drafted.hidden_NH[mine]
     depth = layout.depth_N[mine]
-    reads_anchor, reads_drafts = not isinstance(config, Medusa), not isinstance(config, Medusa | DFlash)
+    reads_anchor, reads_drafts = not isinstance(config, Medusa), not isinstance(config, Medusa | DFlash | PEagle)
 
     def altered(rows=None, token=None):
         taps, final, ids = features.taps_BTAD.clone(), features.final_BTD.clone(), sequences.ids_BT.clone()
