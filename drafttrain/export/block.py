@@ -1,4 +1,4 @@
-"""The decoder block of the EAGLE line in config.json, both directions, and its tensors: what EAGLE-1 and EAGLE-3 have in common.
+"""A decoder block in config.json, both directions, and its tensors: what EAGLE-1, EAGLE-3 and block drafters have in common.
 
 - RoPE: older readers know `rope_theta`/`rope_scaling`, transformers 5 knows `rope_parameters`. Both are written.
 - `max_position_embeddings` sizes the drafter's RoPE cache: the target's value, or long prompts break it.
@@ -15,16 +15,16 @@ from drafttrain.target.target import Target
 
 
 def rope_fault(rope: dict[str, Any]) -> str | None:
-    """Why the engines' Llama drafter cannot read these rotary parameters; None if it can."""
+    """Why the engines' drafters cannot read these rotary parameters; None if they can."""
     if rope.get("rope_type") in ("linear", "dynamic", "yarn", "llama3") and "factor" not in rope:
         return f"rope_parameters {rope} scale positions but name no factor; engines cannot read that"
     if "rope_theta" not in rope or any(isinstance(value, dict) for value in rope.values()):
         return (
-            f"rope_parameters are {rope}, but the engines' Llama drafter has one RoPE for its one layer: "
+            f"rope_parameters are {rope}, but the engines' drafters have one RoPE for all layers: "
             "one flat dictionary with rope_theta is needed"
         )
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return "the drafter rotates a part of each head (partial_rotary_factor), but the engines' Llama drafter rotates all"
+        return "the drafter rotates a part of each head (partial_rotary_factor), but the engines' drafters rotate all"
     return None
 
 
@@ -83,9 +83,9 @@ def unlike(config: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     return [f"{key} is {config[key]!r}, not {value!r}" for key, value in wanted.items() if config[key] != value]
 
 
-def read_block(config: dict[str, Any]) -> tuple[DecoderShape, list[str]]:
+def read_block(config: dict[str, Any], plain: dict[str, Any] = PLAIN) -> tuple[DecoderShape, list[str]]:
     """The shape that an engine would understand, and what in it disagrees or cannot be computed here. Raises KeyError."""
-    wrong = unlike(config, PLAIN)
+    wrong = unlike(config, plain)
     rope = config["rope_parameters"]
     legacy = {"rope_type": "default"} | (config["rope_scaling"] or {}) | {"rope_theta": config["rope_theta"]}
     if legacy != rope:

@@ -118,21 +118,20 @@ def _measured(report: dict | None) -> str:
     return f"## Measured\n\n| | |\n|---|---|\n{table}\n\n{note}\n"
 
 
-def _drafts(made: dict, report: dict | None) -> int:
-    """Tokens to propose in a round: as many as were measured."""
-    return (
-        len(report["acceptance_by_depth"])
-        if report
-        else min(UNMEASURED_DRAFTS, made["config"]["most_drafts"] or UNMEASURED_DRAFTS)
-    )
+def _drafts(format: Format, made: dict, report: dict | None) -> int:
+    """Tokens to propose in a round: as many as were measured, or a whole block."""
+    most = made["config"]["most_drafts"]
+    if format.whole_block:
+        return most
+    return len(report["acceptance_by_depth"]) if report else min(UNMEASURED_DRAFTS, most or UNMEASURED_DRAFTS)
 
 
 def _serving(format: Format, made: dict, report: dict | None) -> str:
     target, here = made["base_model"] or "PATH/TO/TARGET", made["repository"] or "PATH/TO/THIS/FOLDER"
-    drafts, blocks = _drafts(made, report), ["## Serve"]
+    drafts, blocks = _drafts(format, made, report), ["## Serve"]
     for engine in format.engines:
-        say = "; say the method, or it is guessed from the path" if engine.name == "vllm" else ""
-        command = (_vllm if engine.name == "vllm" else _sglang)(target, here, engine.method, drafts)
+        say = "" if engine.name == "sglang" else "; say the method, or it is guessed from the path"
+        command = (_sglang if engine.name == "sglang" else _vllm)(target, here, engine.method, drafts)
         flags = format.extra_flags(engine.name, made, here)
         blocks.append(f"{NAMES[engine.name]} ({engine.versions}{say}):\n\n```bash\n{command}{flags}\n```")
     return "\n\n".join(blocks) + "\n"
@@ -146,9 +145,10 @@ def _vllm(target: str, here: str, method: str, drafts: int) -> str:
 
 
 def _sglang(target: str, here: str, method: str, drafts: int) -> str:
+    chain = "" if method == "DFLASH" else f" --speculative-num-steps {drafts} --speculative-eagle-topk 1"
     return (
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \\\n"
-        f"  --speculative-draft-model-path {here} --speculative-num-steps {drafts} --speculative-eagle-topk 1 \\\n"
+        f"  --speculative-draft-model-path {here}{chain} \\\n"
         f"  --speculative-num-draft-tokens {drafts + 1}"
     )
 

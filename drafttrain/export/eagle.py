@@ -65,7 +65,7 @@ class _EagleFormat(Format):
             )
         return refused(net) or head_refusal(target)
 
-    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype) -> Written:
+    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
         tensors, scale = state_of(net), embedding_scale(target) or 1.0
         _scale_embedding(tensors, scale)
         if self.biased:
@@ -143,8 +143,8 @@ class EagleForSglang(_EagleFormat):
     engines = (Engine("sglang", "0.5.23", "EAGLE"),)
     biased = True
 
-    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype) -> Written:
-        made = super().write(net, target, dtype)
+    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
+        made = super().write(net, target, dtype, called)
         if net.vocabulary.is_full:
             return made
         ids = net.vocabulary.ids.cpu()

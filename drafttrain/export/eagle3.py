@@ -77,7 +77,7 @@ class Eagle3Format(Format):
     title = "EAGLE-3 drafter"
     method = "eagle3"
     architecture = ARCHITECTURE
-    engines = (Engine("vllm", "0.26 and later", "eagle3"), Engine("sglang", "0.5.23", "EAGLE3"))
+    engines: tuple[Engine, ...] = (Engine("vllm", "0.26 and later", "eagle3"), Engine("sglang", "0.5.23", "EAGLE3"))
 
     def refusal(self, net: DrafterNet, target: Target) -> str | None:
         return refused(net)
@@ -96,15 +96,9 @@ class Eagle3Format(Format):
             )
         return found
 
-    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype) -> Written:
-        config = net.config
-        facts = Eagle3Facts(net.needs.taps, net.shape, len(net.vocabulary.ids), config.fc_norm, config.norm_output)
-        tensors = state_of(net) | map_tensors(net.vocabulary)
-        copied = not isinstance(net.lm_head, LowRankHead)
-        if isinstance(net.lm_head, LowRankHead):
-            tensors = {name: value for name, value in tensors.items() if not name.startswith("lm_head.")}
-            tensors["lm_head.weight"] = net.lm_head.weight.detach().cpu().float()
-        return Written(engine_config(facts, dtype, special_ids(target)), tensors, copied=copied)
+    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
+        tensors, copied = tensors_of(net)
+        return Written(engine_config(facts_of(net), dtype, special_ids(target)), tensors, copied=copied)
 
     def table(self, config: dict[str, Any], where: str) -> Table:
         return tensor_table(read_engine_config(config, where))
@@ -112,24 +106,41 @@ class Eagle3Format(Format):
     def read(
         self, config: dict[str, Any], tensors: Mapping[str, Tensor], target: Target, recorded: DrafterConfig | None, where: str
     ) -> DrafterNet:
-        facts = read_engine_config(config, where)
-        shape = facts.shape
-        require_target(shape.vocab, shape.hidden, target, where)
-        target.check_taps(facts.taps)
-        weights = dict(tensors)
-        vocabulary = read_map(weights, shape.vocab, where)
-        full = Eagle3(draft_vocab=None if vocabulary.is_full else facts.draft_vocab)
-        drafter = replace(
-            recorded if isinstance(recorded, Eagle3) else full,
-            taps=list(facts.taps), head_rank=None, fc_norm=facts.fc_norm, norm_output=facts.norm_output,
-        )  # fmt: skip
-        return fill(
-            Eagle3Net(drafter, shape, facts.taps, vocabulary, Frozen(target.model.get_input_embeddings())), weights, target
-        )
+        return build_eagle3(read_engine_config(config, where), tensors, target, recorded, where)
 
     def about(self, made: dict[str, Any]) -> str:
         taps = ", ".join(map(str, made["config"]["taps"]))
         return f"One decoder layer reads the target's hidden states after layers {taps} (counted from 0)."
+
+
+def facts_of(net: DrafterNet) -> Eagle3Facts:
+    return Eagle3Facts(net.needs.taps, net.shape, len(net.vocabulary.ids), net.config.fc_norm, net.config.norm_output)
+
+
+def tensors_of(net: DrafterNet) -> tuple[dict[str, Tensor], bool]:
+    """The tensors under the engines' names, and whether all are copies of trained ones."""
+    tensors = state_of(net) | map_tensors(net.vocabulary)
+    if not isinstance(net.lm_head, LowRankHead):
+        return tensors, True
+    tensors = {name: value for name, value in tensors.items() if not name.startswith("lm_head.")}
+    return tensors | {"lm_head.weight": net.lm_head.weight.detach().cpu().float()}, False
+
+
+def build_eagle3(
+    facts: Eagle3Facts, tensors: Mapping[str, Tensor], target: Target, recorded: DrafterConfig | None, where: str
+) -> DrafterNet:
+    """The net that an engine would build."""
+    shape = facts.shape
+    require_target(shape.vocab, shape.hidden, target, where)
+    target.check_taps(facts.taps)
+    weights = dict(tensors)
+    vocabulary = read_map(weights, shape.vocab, where)
+    full = Eagle3(draft_vocab=None if vocabulary.is_full else facts.draft_vocab)
+    drafter = replace(
+        recorded if isinstance(recorded, Eagle3) else full,
+        taps=list(facts.taps), head_rank=None, fc_norm=facts.fc_norm, norm_output=facts.norm_output,
+    )  # fmt: skip
+    return fill(Eagle3Net(drafter, shape, facts.taps, vocabulary, Frozen(target.model.get_input_embeddings())), weights, target)
 
 
 def tensor_table(facts: Eagle3Facts) -> Table:

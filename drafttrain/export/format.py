@@ -20,7 +20,7 @@ from drafttrain.vocab import DraftVocabulary
 
 Table = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 """Name -> (shape, dtype; None means the export's own). Exactly these tensors are in a file."""
-NAMES = {"vllm": "vLLM", "sglang": "SGLang"}
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators"}
 """Engine as a recipe spells it -> as its makers do."""
 
 
@@ -29,7 +29,7 @@ class Engine:
     """Who loads a format."""
 
     name: str
-    """vllm or sglang."""
+    """vllm, sglang or speculators."""
     versions: str
     """Which releases load it, for people."""
     method: str
@@ -66,6 +66,12 @@ class Format:
     architecture: str
     """The only entry of `architectures` in config.json."""
     engines: tuple[Engine, ...] = ()
+    whole_block: bool = False
+    """Whether engines make the block as long as the number of drafts asked for, so that only the trained number is the trained net."""
+
+    def claims(self, config: dict[str, Any]) -> bool:
+        """Whether this config.json is of this format."""
+        return config.get("architectures") == [self.architecture]
 
     def refusal(self, net: DrafterNet, target: Target) -> str | None:
         """Why this net cannot be written so, with the nearest choice that can; None if it can."""
@@ -75,8 +81,9 @@ class Format:
         """Sentences for the user about what serving will cost or change."""
         return []
 
-    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype) -> Written:
-        """The net in this format. `dtype` is only named; rounding comes later."""
+    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
+        """The net in this format. `dtype` is only named; rounding comes later. `called` is the target's Hub id, or its path if it has
+        none, for readers that load it. Raises UserError if such a reader could not."""
         raise NotImplementedError
 
     def table(self, config: dict[str, Any], where: str) -> Table:
@@ -100,6 +107,11 @@ class Format:
     def extra_flags(self, engine: str, made: dict[str, Any], here: str) -> str:
         """What the serving command of an engine needs besides the usual; `here` is the place of the folder."""
         return ""
+
+    @property
+    def engine_names(self) -> list[str]:
+        """The engines, as a recipe spells them."""
+        return [engine.name for engine in self.engines]
 
     @property
     def loaders(self) -> str:

@@ -27,14 +27,13 @@ from drafttrain.drafters.heads import HeadsNet, Medusa
 from drafttrain.errors import UserError
 from drafttrain.export.block import head_refusal
 from drafttrain.export.format import Engine, Format, Table, Written, dtype_words, fill, require_target, state_of
+from drafttrain.export.rows import require_same, said_rows
 from drafttrain.target.target import Target
 from drafttrain.vocab import DraftVocabulary
 
 FIELDS = (
     "hidden_size", "vocab_size", "truncated_vocab_size", "num_heads", "num_hidden_layers", "medusa_fc_bias", "original_lm_head",
 )  # fmt: skip
-SAME = 1e-2
-"""Relative difference between two copies of the target's head that bfloat16 explains."""
 
 
 class MedusaFormat(Format):
@@ -57,7 +56,7 @@ class MedusaFormat(Format):
     def notes(self, net: DrafterNet, target: Target) -> list[str]:
         return ["vLLM loads Medusa up to 0.26 only, and drafts one chain of first choices with it; no SGLang release does."]
 
-    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype) -> Written:
+    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
         config, vocabulary, H = net.config, net.vocabulary, net.shape.hidden
         fields = {
             "architectures": [self.architecture],
@@ -77,7 +76,7 @@ class MedusaFormat(Format):
             parts = own["lm_head.weight"].split(H, dim=1)
             tensors |= {f"lm_heads.{h}.weight": part.contiguous() for h, part in enumerate(parts)}
         else:
-            tensors["lm_head.weight"] = _said_rows(target, vocabulary)
+            tensors["lm_head.weight"] = said_rows(target, vocabulary)
         if not vocabulary.is_full:
             tensors["token_map"] = vocabulary.ids.cpu()
         return Written(fields, tensors)
@@ -114,11 +113,7 @@ class MedusaFormat(Format):
                 [weights.pop(f"lm_heads.{h}.weight") for h in range(config["num_heads"])], dim=1
             )
         else:
-            head, own = weights.pop("lm_head.weight").float(), _said_rows(target, vocabulary)
-            if not torch.allclose(head, own, rtol=SAME, atol=SAME * float(own.std())):
-                raise UserError(
-                    f"{where} has a head that is not the target's, which our Medusa speaks with; export the drafter again."
-                )
+            require_same(weights.pop("lm_head.weight"), said_rows(target, vocabulary), "a head", "our Medusa speaks with", where)
         full = Medusa(draft_vocab=None if vocabulary.is_full else len(vocabulary.ids))
         drafter = replace(
             recorded if isinstance(recorded, Medusa) else full,
@@ -131,11 +126,6 @@ class MedusaFormat(Format):
     def about(self, made: dict[str, Any]) -> str:
         heads = made["config"]["most_drafts"]
         return f"{heads} small heads on the target's final hidden state guess the next {heads} tokens, each without knowing the others."
-
-
-def _said_rows(target: Target, vocabulary: DraftVocabulary) -> Tensor:
-    """The target's head, cut down to what is said: [Vd, H] in fp32 on the CPU."""
-    return target.head_weight.detach()[vocabulary.ids.to(target.device)].to("cpu", torch.float32)
 
 
 def _theirs(name: str) -> str:

@@ -38,7 +38,7 @@ class NativeFormat(Format):
     method = "drafttrain"
     architecture = "drafttrain"
 
-    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype) -> Written:
+    def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
         weights = state_of(net)
         config = {
             "architectures": [self.architecture],

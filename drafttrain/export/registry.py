@@ -1,18 +1,22 @@
 """Which formats a drafter can be written in, best first: a new drafter adds one line. Every one can be written as `native` besides."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.errors import UserError
+from drafttrain.export.dflash import DFlashFormat, DFlashForVllm
 from drafttrain.export.eagle import EagleForSglang, EagleForVllm
 from drafttrain.export.eagle3 import Eagle3Format
 from drafttrain.export.format import NAMES, Format
 from drafttrain.export.medusa import MedusaFormat
 from drafttrain.export.native import NativeFormat
+from drafttrain.export.speculators import DFlashSpeculators, Eagle3Speculators
 from drafttrain.target.target import Target
 
 
@@ -27,8 +31,9 @@ class Entry:
 
 NATIVE = NativeFormat()
 ENTRIES: dict[type[DrafterConfig], Entry] = {
-    Eagle3: Entry((Eagle3Format(),)),
+    Eagle3: Entry((Eagle3Format(), Eagle3Speculators())),
     Eagle: Entry((EagleForVllm(), EagleForSglang())),
+    DFlash: Entry((DFlashFormat(), DFlashForVllm(), DFlashSpeculators())),
     Medusa: Entry((MedusaFormat(),), "no release of SGLang loads Medusa heads, and vLLM up to 0.26 alone"),
     Hydra: Entry(otherwise="no engine loads Hydra; drafttrain's own loop is the runtime"),
 }
@@ -37,34 +42,46 @@ FORMATS = {format.name: format for entry in ENTRIES.values() for format in entry
 
 
 def choose_format(net: DrafterNet, target: Target, asked: str | None) -> tuple[Format, list[str]]:
-    """The format asked for (vllm, sglang or native), or the first that can hold this net; and why others cannot, sentences for the user.
+    """The format asked for (vllm, sglang, speculators or native), or the first that can hold this net; and why others cannot, sentences
+    for the user.
 
     Raises UserError if the format asked for cannot, with the reason and the nearest choice.
     """
     entry, name = ENTRIES.get(type(net.config), Entry()), type(net.config).__name__
     otherwise = entry.otherwise or f"this version of drafttrain knows no form of a {name} that it loads"
+    alone = [] if entry.formats else [_sentence(otherwise)]
     if asked is None:
-        return _first(entry, otherwise, net, target)
-    found = NATIVE if asked == "native" else next((f for f in entry.formats if asked in [e.name for e in f.engines]), None)
-    if found is None:
-        others = [engine.name for format in entry.formats for engine in format.engines if format.refusal(net, target) is None]
+        format, refused = _first([*entry.formats, NATIVE], net, target)
+        return format, alone + _notes(format, refused)
+    if asked == NATIVE.name:
+        return NATIVE, alone
+    asked_for = [format for format in entry.formats if asked in format.engine_names]
+    if not asked_for:
+        others = {name: None for format in entry.formats if format.refusal(net, target) is None for name in format.engine_names}
         raise UserError(
             f"export.format is {asked}, but a {name} cannot be written for {NAMES[asked]}: {otherwise}. "
             f"Set it to {' or '.join([*others, 'native'])}."
         )
-    if reason := found.refusal(net, target):
-        raise UserError(f"export.format is {asked}, but this drafter cannot be written for {NAMES[asked]}: {reason}.")
-    return found, [] if entry.formats else [_sentence(otherwise)]
+    format, refused = _first(asked_for, net, target)
+    if format in refused:
+        raise UserError(f"export.format is {asked}, but this drafter cannot be written for {NAMES[asked]}: {refused[format]}.")
+    return format, _notes(format, refused)
 
 
-def _first(entry: Entry, otherwise: str, net: DrafterNet, target: Target) -> tuple[Format, list[str]]:
-    notes = [] if entry.formats else [_sentence(otherwise)]
-    for format in entry.formats:
-        reason = format.refusal(net, target)
-        if reason is None:
-            return format, notes
-        notes.append(f"Not written for {format.loaders}: {reason}.")
-    return NATIVE, notes
+def _first(formats: Sequence[Format], net: DrafterNet, target: Target) -> tuple[Format, dict[Format, str]]:
+    """The first that can hold the net, else the last; and why those up to it cannot."""
+    refused: dict[Format, str] = {}
+    for format in formats:
+        if (reason := format.refusal(net, target)) is None:
+            return format, refused
+        refused[format] = reason
+    return format, refused
+
+
+def _notes(chosen: Format, refused: dict[Format, str]) -> list[str]:
+    """A sentence for each that was passed over, about the engines that the chosen one does not serve."""
+    lost = {format: [NAMES[name] for name in format.engine_names if name not in chosen.engine_names] for format in refused}
+    return [f"Not written for {' and '.join(names)}: {refused[format]}." for format, names in lost.items() if names]
 
 
 def _sentence(words: str) -> str:
@@ -73,9 +90,9 @@ def _sentence(words: str) -> str:
 
 def format_of(config: dict[str, Any], where: str) -> Format:
     """The format that a config.json says it is. Raises UserError if it is none of ours."""
-    found = [format for format in FORMATS.values() if config.get("architectures") == [format.architecture]]
+    found = [format for format in FORMATS.values() if format.claims(config)]
     if not found:
-        known = ", ".join(format.architecture for format in FORMATS.values())
+        known = ", ".join(dict.fromkeys(format.architecture for format in FORMATS.values()))
         raise UserError(
             f"{where}/config.json says architectures {config.get('architectures')}, which is no drafter that can be read here ({known}); "
             "give the folder that `drafttrain export` wrote."

@@ -1,6 +1,7 @@
 """Every drafter in every format that can hold it: exported, read back, the same net; and drafts of it leave the target's words alone."""
 
 import json
+import re
 from dataclasses import fields, replace
 
 import pytest
@@ -15,26 +16,34 @@ from drafttrain.errors import UserError
 from drafttrain.export import export
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter, load_export
-from drafttrain.export.registry import ENTRIES, FORMATS
+from drafttrain.export.registry import ENTRIES, FORMATS, Entry
 from drafttrain.types import Request
 from drafttrain.vocab import DraftVocabulary
 
-ASKED = ("vllm", "sglang", "native")
+ASKED = ("vllm", "sglang", "speculators", "native")
 ONE_OF_FIVE_MISSING, FULL = "reduced", "full"
-CANNOT = {
-    ("eagle1", "vllm", ONE_OF_FIVE_MISSING): "every token of the target",
-    ("hass", "vllm", ONE_OF_FIVE_MISSING): "bias",
-    ("hass", "vllm", FULL): "bias",
-    ("medusa own heads", "vllm", ONE_OF_FIVE_MISSING): "own_heads false",
-} | {
-    (name, engine, size): wanted
-    for size in (ONE_OF_FIVE_MISSING, FULL)
-    for name, engine, wanted in [
-        *((name, engine, "no engine loads Hydra") for name in DRAFTERS if name.startswith("hydra") for engine in ("vllm", "sglang")),
-        *((name, "sglang", "no release of SGLang loads Medusa") for name in DRAFTERS if name.startswith("medusa")),
-    ]
-}  # fmt: skip
-"""(drafter, engine, vocabulary) -> what the refusal says; all others can be written."""
+
+
+def why_not(name: str, asked: str, size: str, architecture: str) -> str | None:
+    """What the refusal of this drafter says; None where it can be written."""
+    entry, reduced, scaled = ENTRIES.get(type(DRAFTERS[name]), Entry()), size == ONE_OF_FIVE_MISSING, architecture == "gemma3"
+    if asked == "native":
+        return None
+    if asked not in {engine for format in entry.formats for engine in format.engine_names}:
+        return re.escape(entry.otherwise) or "knows no form of"
+    rules = {
+        ("eagle1", "vllm"): (reduced, "every token of the target"),
+        ("hass", "vllm"): (True, "bias"),
+        ("medusa own heads", "vllm"): (reduced, "own_heads false"),
+        ("dflash", "sglang"): (reduced or scaled, "every token of the target" if reduced else "the raw ones"),
+        ("dflash window", "sglang"): (True, "every token of the target" if reduced else "window of 7"),
+        ("dflash", "speculators"): (scaled, "the raw ones"),
+        ("dflash window", "speculators"): (True, "window from the anchor"),
+    }
+    holds, reason = rules.get((name, asked), (False, None))
+    return reason if holds else None
+
+
 ENGINE_FIXED = {"eagle3 low-rank": {"head_rank": None}}
 """What reads back otherwise than it was trained: engines have no factored heads."""
 CASES = [(name, asked, size) for name in DRAFTERS for asked in ASKED for size in (ONE_OF_FIVE_MISSING, FULL)]
@@ -67,7 +76,7 @@ def plain(target, requests):
 def test_what_is_exported_is_what_is_read_back(targets, tmp_path, architecture, name, asked, size):
     target, config = targets(architecture), ExportConfig(dtype="float32", format=asked)
     net = net_for(target, name, size)
-    if reason := CANNOT.get((name, asked, size)):
+    if reason := why_not(name, asked, size, architecture):
         with pytest.raises(UserError, match=reason):
             export_drafter(net, target, tmp_path / "export", config, None)
         assert not list(tmp_path.iterdir())
@@ -77,6 +86,8 @@ def test_what_is_exported_is_what_is_read_back(targets, tmp_path, architecture, 
     wanted = logits_of(net, target)
     torch.testing.assert_close(logits_of(again, target), wanted, rtol=0, atol=1e-5 * max(1.0, float(wanted.abs().max())))
     assert float(wanted.std()) > 0.1  # the comparison is not one of constants
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert [format.name for format in FORMATS.values() if format.claims(config)] == [made["format"]]
     native = {} if asked == "native" else ENGINE_FIXED.get(name, {})
     assert again.config == replace(net.config, **native) and torch.equal(again.vocabulary.ids, net.vocabulary.ids)
     assert again.needs == net.needs and again.deepest == net.deepest and again.shape == net.shape and not again.training
@@ -93,12 +104,15 @@ def test_half_precision_and_the_format_that_is_chosen_when_none_is_asked_for(tin
     """The first engine that can, else ours; the reasons of those that cannot are told."""
     net = net_for(tiny_llama, name, ONE_OF_FIVE_MISSING)
     made = export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(), None)
-    can = [asked for asked in ASKED if (name, asked, ONE_OF_FIVE_MISSING) not in CANNOT]
+    can = [asked for asked in ASKED if why_not(name, asked, ONE_OF_FIVE_MISSING, "llama") is None]
     chosen = FORMATS[made["format"]]
     assert can[0] in ([engine.name for engine in chosen.engines] or ["native"])
     assert made["check"]["against_cast"] <= 1e-6 * max(1, made["check"]["largest_logit"]) < made["check"]["against_trained"]
-    told = [note for note in made["notes"] if "Not written for" in note or "no engine" in note.lower()]
-    assert bool(told) == (name in ("eagle1", "hass", "medusa own heads") or name.startswith("hydra"))
+    told = [note for note in made["notes"] if "Not written for" in note]
+    wanted = {"eagle1": "vLLM", "hass": "vLLM", "medusa own heads": "vLLM", "dflash": "SGLang", "dflash window": "SGLang"}
+    assert [note.split(":")[0] for note in told] == [f"Not written for {engine}" for engine in filter(None, [wanted.get(name)])]
+    otherwise = ENTRIES.get(type(net.config), Entry()).otherwise or "knows no form of"
+    assert chosen.engines or told or otherwise[1:] in made["notes"][0]
     card = (tmp_path / "export" / "README.md").read_text()
     assert all(note in card for note in made["notes"])
     assert ("vllm serve" in card) == ("vllm" in card.split("---")[1]) == any(e.name == "vllm" for e in chosen.engines)
@@ -149,11 +163,7 @@ def test_a_config_of_another_kind_is_refused(tiny_llama, tmp_path):
 def test_every_drafter_has_an_entry_and_every_format_a_name_of_its_own():
     assert {cls.__name__ for cls in ENTRIES} == set(known_drafters())
     formats = [format for entry in ENTRIES.values() for format in entry.formats]
-    assert (
-        len({format.name for format in formats} | {"native"})
-        == len({f.architecture for f in FORMATS.values()})
-        == len(formats) + 1
-    )
+    assert len(FORMATS) == len(formats) + 1
     assert all(entry.formats or entry.otherwise for entry in ENTRIES.values())
 
 
