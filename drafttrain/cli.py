@@ -23,7 +23,7 @@ from drafttrain.topology import rank, read_topology, speaks
 
 COMMANDS = {
     "train": "train the drafter (under torchrun for several processes); goes on from the last checkpoint",
-    "export": "write the best drafter as a folder that vLLM and SGLang load; --push REPO sends it to the Hub",
+    "export": "write the best drafter as a folder for vLLM, SGLang or speculators, else our own; --push REPO sends it to the Hub",
     "validate": "prove the export on held-out prompts: losslessness, acceptance, speed; writes report/",
     "bench": "time every method of drafting against plain decoding, by question category; writes report/bench/",
     "generate": "answer a --prompt, the tokens that the drafter guessed in colour",

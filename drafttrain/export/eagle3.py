@@ -79,11 +79,14 @@ class Eagle3Format(Format):
     architecture = ARCHITECTURE
     engines: tuple[Engine, ...] = (Engine("vllm", "0.26 and later", "eagle3"), Engine("sglang", "0.5.23", "EAGLE3"))
 
+    lends_raw = True
+    """Whether the embeddings are the target's table as it stands, and not in the file."""
+
     def refusal(self, net: DrafterNet, target: Target) -> str | None:
         return refused(net)
 
     def notes(self, net: DrafterNet, target: Target) -> list[str]:
-        found, gap = [], embedding_gap(target, net.shape.rms_eps)
+        found, gap = [], embedding_gap(target, net.shape.rms_eps) if self.lends_raw else 0.0
         if net.config.head_rank is not None:
             found.append(
                 f"The head of rank {net.config.head_rank} is written multiplied out, since engines have no factored heads: served, it "

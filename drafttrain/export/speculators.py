@@ -9,9 +9,9 @@ what the engines' says in theirs. Where a default of some reader is not ours, th
     layer ids                  i + 1    both readers count the stream after i + 1 layers, we the output of layer i
 
 The library counts a window from the anchor for the whole block, we from each slot; so a drafter with a window is not written.
-It loads the target's embeddings and head by the target's name, as they stand in its files.
 
-Letters: A taps.
+It loads the target's head by the target's name, and for DFlash the embeddings too, as they stand in the target's files. For EAGLE-3 it looks
+for NaN before it loads them, but fresh memory holds anything: so they are in the file, as the target's first layer reads them.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ from drafttrain.export.dflash import facts_of as dflash_facts_of
 from drafttrain.export.dflash import tensor_table as dflash_table
 from drafttrain.export.dflash import tensors_of as dflash_tensors_of
 from drafttrain.export.eagle3 import Eagle3Facts, Eagle3Format, build_eagle3, facts_of, tensor_table, tensors_of
-from drafttrain.export.format import Engine, Table, Written, dtype_words
-from drafttrain.export.rows import reads_raw
+from drafttrain.export.format import Engine, Table, Written, dtype_words, require_target
+from drafttrain.export.rows import read_rows, reads_raw, require_same
 from drafttrain.target.target import Target
 
 VERSION = "0.9.0"
@@ -44,9 +44,11 @@ class Eagle3Speculators(Eagle3Format):
     name = "eagle3-speculators"
     architecture = "Eagle3Speculator"
     engines = (Engine("speculators", READERS, "eagle3"),)
+    lends_raw = False
 
     def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
         facts, (tensors, copied) = facts_of(net), tensors_of(net)
+        tensors["embed_tokens.weight"] = read_rows(target)
         config = {
             **_frame(self.architecture, "eagle3", net.needs.depth, target, called, dtype),
             "transformer_layer_config": block_config(facts.shape, dtype, special_ids(target)),
@@ -55,13 +57,17 @@ class Eagle3Speculators(Eagle3Format):
         return Written(config, {name.replace(OURS, THEIRS, 1): x for name, x in tensors.items()}, copied=copied)
 
     def table(self, config: dict[str, Any], where: str) -> Table:
-        return {name.replace(OURS, THEIRS, 1): entry for name, entry in tensor_table(_eagle3_facts(config, where)).items()}
+        facts = _eagle3_facts(config, where)
+        table = tensor_table(facts) | {"embed_tokens.weight": ((facts.shape.vocab, facts.shape.hidden), None)}
+        return {name.replace(OURS, THEIRS, 1): entry for name, entry in table.items()}
 
     def read(
         self, config: dict[str, Any], tensors: Mapping[str, Tensor], target: Target, recorded: DrafterConfig | None, where: str
     ) -> DrafterNet:
-        ours = {name.replace(THEIRS, OURS, 1): x for name, x in tensors.items()}
-        return build_eagle3(_eagle3_facts(config, where), ours, target, recorded, where)
+        facts, ours = _eagle3_facts(config, where), {name.replace(THEIRS, OURS, 1): x for name, x in tensors.items()}
+        require_target(facts.shape.vocab, facts.shape.hidden, target, where)
+        require_same(ours.pop("embed_tokens.weight"), read_rows(target), "a table of embeddings", "our EAGLE-3 reads", where)
+        return build_eagle3(facts, ours, target, recorded, where)
 
 
 class DFlashSpeculators(DFlashFormat):

@@ -2,9 +2,9 @@
 
 Nothing of drafttrain is imported. Each reads config.json and model.safetensors of an exported folder and what an engine would lend it of the
 target (the table of embeddings, the head), and drafts one chain with a growing key/value list. `used` collects the tensors that were
-read, so that a test can tell whether any was left over.
+read, so that a test can tell whether any was left over. A folder of the speculators library is first turned into what vLLM makes of it.
 
-Letters: T rows read, H width, V target vocabulary, A taps, K drafts, h heads, D head width.
+Letters: T rows read, H width, V target vocabulary, A taps, K drafts, S slots, L layers, h heads, D head width.
 """
 
 import json
@@ -15,12 +15,32 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 
 
+def as_vllm_reads(config: dict) -> dict:
+    """vLLM's translation of a speculators config.json, its defaults included; any other as it stands."""
+    kind = config.get("speculators_model_type")
+    if kind is None:
+        return config
+    made = config["transformer_layer_config"] | {key: config[key] for key in ("draft_vocab_size", "target_hidden_size")}
+    proposal = config["speculators_config"]["proposal_methods"][0]
+    made["num_speculative_tokens"] = proposal["speculative_tokens"]
+    if kind == "eagle3":
+        made["architectures"] = ["Eagle3LlamaForCausalLM"]
+        made["eagle_aux_hidden_state_layer_ids"] = config["eagle_aux_hidden_state_layer_ids"]
+        defaults = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
+        return made | {key: config.get(key, value) for key, value in defaults.items()}
+    layers = config["aux_hidden_state_layer_ids"]
+    nested = {"mask_token_id": config["mask_token_id"], "target_layer_ids": [k - 1 for k in layers]}
+    nested["sample_from_anchor"] = config.get("sample_from_anchor", False)
+    nested["causal"] = not config.get("sliding_window_non_causal", True)
+    return made | {"architectures": ["DFlashDraftModel"], "eagle_aux_hidden_state_layer_ids": layers, "dflash_config": nested}
+
+
 class Reference:
     """Config, tensors, and one Llama block with a cache."""
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.config = json.loads((folder / "config.json").read_text())
+        self.config = as_vllm_reads(json.loads((folder / "config.json").read_text()))
         self.weights = {
             name: x.float() if x.is_floating_point() else x for name, x in load_file(folder / "model.safetensors").items()
         }
@@ -93,6 +113,8 @@ class ReferenceEagle3(Unrolled):
     def __init__(self, folder: Path, embedding_VH: torch.Tensor):
         super().__init__(folder)
         self.embedding_VH = self.weights.get("embed_tokens.weight", embedding_VH).float()
+        self.weights = {name.replace("layers.0.", "midlayer."): x for name, x in self.weights.items()}
+        assert not self.config["norm_before_residual"] and not self.config["norm_before_fc"]
 
     def vllm_layers(self) -> list[int]:
         """Hidden states that vLLM hands over: k = the residual stream after k layers."""
@@ -172,3 +194,89 @@ class ReferenceMedusa(Reference):
             small = self.linear("lm_head" if shared else f"lm_heads.{h}", self.residual(final_H.float(), h))
             rows.append(self.spread(small[: self.config["truncated_vocab_size"]], self.ids))
         return torch.stack(rows)
+
+
+class ReferenceDFlash(Reference):
+    """DFlash in either engine: all layers read one context, and a block of one slot more than there are drafts is filled in at once."""
+
+    def __init__(self, folder: Path, embedding_VH: torch.Tensor, head_VH: torch.Tensor):
+        super().__init__(folder)
+        own = {name: self.weight(name) for name in ("embed_tokens.weight", "lm_head.weight") if name in self.weights}
+        self.embedding_VH = own.get("embed_tokens.weight", embedding_VH).float()
+        self.head_VH = own.get("lm_head.weight", head_VH).float()
+        self.ids = torch.arange(len(self.head_VH)) + self.weights.get("d2t", 0)
+        self.nested = self.config["dflash_config"]
+        assert not self.nested["sample_from_anchor"]
+
+    def vllm_layers(self) -> list[int]:
+        return self.config["eagle_aux_hidden_state_layer_ids"]
+
+    def sglang_layers(self) -> list[int]:
+        return [i + 1 for i in self.nested["target_layer_ids"]]
+
+    def vllm_reach(self, layer: int) -> tuple[float, float]:
+        """How many positions back and ahead a query looks."""
+        sliding = self.config["layer_types"][layer] == "sliding_attention"
+        causal = self.nested.get("causal", sliding)
+        window = self.nested.get("swa_window_size", self.config["sliding_window"]) if sliding else None
+        back = torch.inf if window is None else window - 1
+        return back, 0 if causal else back
+
+    def sglang_reach(self, layer: int) -> tuple[float, float]:
+        sliding = self.config["layer_types"][layer] == "sliding_attention"
+        causal = self.config.get("is_causal", sliding)
+        back = self.config["sliding_window"] - 1 if sliding else torch.inf
+        return back, 0 if causal else back
+
+    def combine(self, taps_TAD: torch.Tensor) -> torch.Tensor:
+        return self.norm("hidden_norm", self.linear("fc", taps_TAD.float().flatten(1)))
+
+    def context(self, layer: int, combined_TH: torch.Tensor) -> torch.Tensor:
+        return combined_TH
+
+    def key_rows(self, layer: int, x_TH: torch.Tensor, start: int) -> torch.Tensor:
+        """[T, heads, D] of rows that stand one behind the other from position `start` on."""
+        name, d = f"layers.{layer}.self_attn", self.config["head_dim"]
+        k_ThD = self.norm(f"{name}.k_norm", self.linear(f"{name}.k_proj", x_TH).unflatten(-1, (-1, d)))
+        return torch.stack([self.rotate(row, start + t) for t, row in enumerate(k_ThD)])
+
+    def query_rows(self, layer: int, x_SH: torch.Tensor, start: int) -> torch.Tensor:
+        name, d = f"layers.{layer}.self_attn", self.config["head_dim"]
+        q_ShD = self.norm(f"{name}.q_norm", self.linear(f"{name}.q_proj", x_SH).unflatten(-1, (-1, d)))
+        return torch.stack([self.rotate(row, start + s) for s, row in enumerate(q_ShD)])
+
+    def attend(self, layer: int, x_SH: torch.Tensor, context_TH: torch.Tensor, start: int) -> torch.Tensor:
+        name, d = f"layers.{layer}.self_attn", self.config["head_dim"]
+        query = self.query_rows(layer, x_SH, start)
+        keys = torch.cat([self.key_rows(layer, context_TH, 0), self.key_rows(layer, x_SH, start)])
+        values = self.linear(f"{name}.v_proj", torch.cat([context_TH, x_SH])).unflatten(-1, (-1, d))
+        groups = query.shape[1] // keys.shape[1]
+        at = torch.cat([torch.arange(len(context_TH)), start + torch.arange(len(x_SH))])
+        back, ahead = self.vllm_reach(layer)
+        mixed = []
+        for s, q_hD in enumerate(query):
+            seen = (at >= start + s - back) & (at <= start + s + ahead)
+            k, v = (x[seen].repeat_interleave(groups, dim=1) for x in (keys, values))
+            weight = torch.softmax(torch.einsum("hd,khd->hk", q_hD, k) * d**-0.5, dim=-1)
+            mixed.append(torch.einsum("hk,khd->hd", weight, v).flatten())
+        return self.linear(f"{name}.o_proj", torch.stack(mixed))
+
+    def slots(self, anchor: int, taps_TAD: torch.Tensor, drafts: int, start: int) -> torch.Tensor:
+        """[S, H], after the last norm. The anchor stands at `start`."""
+        combined_TH = self.combine(taps_TAD)
+        x_SH = self.embedding_VH[[anchor] + [self.nested["mask_token_id"]] * drafts]
+        for layer in range(self.config["num_hidden_layers"]):
+            name = f"layers.{layer}"
+            x_SH = x_SH + self.attend(layer, self.norm(f"{name}.input_layernorm", x_SH), self.context(layer, combined_TH), start)
+            y_SH = self.norm(f"{name}.post_attention_layernorm", x_SH)
+            gate, up = (self.linear(f"{name}.mlp.{n}_proj", y_SH) for n in ("gate", "up"))
+            x_SH = x_SH + self.linear(f"{name}.mlp.down_proj", silu(gate) * up)
+        return self.norm("norm", x_SH)
+
+    def speaking(self, slots_SH: torch.Tensor) -> torch.Tensor:
+        return slots_SH[1:]
+
+    def draft(self, anchor: int, taps_TAD: torch.Tensor, drafts: int) -> torch.Tensor:
+        """Logits [K, V] of the tokens behind the anchor, from the features of all rows before it."""
+        states = self.speaking(self.slots(anchor, taps_TAD, drafts, len(taps_TAD)))
+        return torch.stack([self.spread(self.head_VH @ state_H, self.ids) for state_H in states])

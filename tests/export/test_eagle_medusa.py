@@ -58,18 +58,18 @@ def capped(target, logits):
 
 
 @torch.no_grad()
-def ours(net, target, sequences):
+def ours(net, target, sequences, drafts=DRAFTS):
     """Logits at the anchor PROMPT by the training face and by the decoding face, [K, V] each, from our own reading of the target."""
-    features, layout = target.read_packed(sequences, ()), net.layout(sequences, DRAFTS)
+    features, layout = target.read_packed(sequences, net.needs.taps), net.layout(sequences, drafts)
     drafted, ids = net.rows(sequences, features, layout), sequences.ids_BT[0]
     mine = layout.anchor_N == PROMPT
-    assert layout.depth_N[mine].tolist() == list(range(1, DRAFTS + 1))
+    assert layout.depth_N[mine].tolist() == list(range(1, drafts + 1))
     trained = net.logits(drafted.hidden_NH[mine], drafted.prev_N[mine])
-    state = net.begin(1, 64, DRAFTS)
+    state = net.begin(1, 64, drafts)
     read = Features(features.taps_BTAD[:, :PROMPT], features.final_BTD[:, :PROMPT])
     hidden = net.commit(state, None, read, ids[None, 1 : PROMPT + 1], torch.tensor([PROMPT]), 64)
     rows = [net.logits(hidden, ids[PROMPT : PROMPT + 1])]
-    for number, token in enumerate(ids[PROMPT + 1 : PROMPT + DRAFTS]):
+    for number, token in enumerate(ids[PROMPT + 1 : PROMPT + drafts]):
         rows.append(net.logits(net.step(state, token[None, None], torch.tensor([[number - 1]]))[0], token[None]))
     return as_target_logits(trained, net), as_target_logits(torch.cat(rows), net)
 
