@@ -12,6 +12,7 @@ between fhat and f beside the cross-entropy (`SmoothL1`, `TopKCrossEntropy`).
 Shapes: B batch, T tokens, D target width, H width (= D), N scored rows.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +45,8 @@ class Eagle(DrafterConfig):
     def __post_init__(self):
         if self.depth < 1:
             raise UserError(f"drafter.init_args.depth is {self.depth}, but a drafter drafts at least 1 token.")
-        if self.noise < 0:
-            raise UserError(f"drafter.init_args.noise is {self.noise}, but must be 0 (none) or more.")
+        if not 0 <= self.noise < math.inf:
+            raise UserError(f"drafter.init_args.noise is {self.noise}, but must be a number: 0 (none) or more.")
         self._check_vocabulary()
 
     def taps_of(self, target: Target) -> tuple[int, ...]:

@@ -68,6 +68,11 @@ class Eagle3(DrafterConfig):
         return taps
 
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "Eagle3Net":
+        if self.head_rank is not None and self.head_rank >= target.hidden:
+            raise UserError(
+                f"drafter.init_args.head_rank is {self.head_rank}, but this target's states are {target.hidden} wide, so a dense head would be "
+                "cheaper; give a smaller rank, or null."
+            )
         embedding = Frozen(target.model.get_input_embeddings())
         net = Eagle3Net(self, DecoderShape.of(target), self.taps_of(target), vocabulary, embedding)
         if target.device.type != "meta":

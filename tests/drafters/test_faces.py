@@ -278,7 +278,7 @@ def test_a_low_rank_head_begins_as_the_best_of_its_rank(tiny_llama):
     """Against numpy's singular values: the error of the nearest matrix of rank r is what they leave out (Eckart and Young)."""
     weight = tiny_llama.head_weight.double()
     singular = torch.linalg.svdvals(weight)
-    for rank in (4, 16, 32):
+    for rank in (4, 16, 31):
         net = Eagle3(taps=[1], head_rank=rank).build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
         error = (net.lm_head.weight.double() - weight).norm()
         torch.testing.assert_close(error, singular[rank:].pow(2).sum().sqrt(), atol=1e-3, rtol=1e-3)
@@ -324,7 +324,10 @@ def test_drafts_beyond_the_last_head_are_refused(tiny_llama):
         Medusa(heads=0)
     with pytest.raises(UserError, match="dropout is 1.0"):
         Hydra(dropout=1.0)
-    with pytest.raises(UserError, match="noise is -1"):
-        Eagle(noise=-1)
+    for noise in (-1, float("inf")):
+        with pytest.raises(UserError, match="noise is"):
+            Eagle(noise=noise)
+    with pytest.raises(UserError, match="head_rank is 32, but this target's states are 32 wide"):
+        Eagle3(taps=[1], head_rank=32).build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
     with pytest.raises(UserError, match="head_rank is 0"):
         Eagle3(head_rank=0)
