@@ -7,7 +7,9 @@ import pytest
 import torch
 from drafters.test_eagle3 import ALL, chat
 from drafters.test_faces import net_for
+from tiny import rows_of
 from tiny_run import logged, ragged_chats, start, write_store
+from torch._dynamo.utils import counters
 
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.divergences import SoftCrossEntropy
@@ -17,7 +19,9 @@ from drafttrain.layouts import QUERY_MULTIPLE, ThinnedLayout, chain_layout, thin
 from drafttrain.losses import Distillation
 from drafttrain.ops.rotary import rotate
 from drafttrain.position_weights import Uniform
+from drafttrain.tasks.speed import make_score
 from drafttrain.tasks.teacher import TargetTeacher
+from drafttrain.types import Features
 
 CONFIG = PEagle(taps=[0, 2], depth=4, layers=3, mask_token=319, cod_ratio=0.5, cod_least=0.3)
 SHARES = [1.0, 0.5, 0.3, 0.3]
@@ -228,6 +232,42 @@ def test_all_depths_at_once_are_those_stepped_through(tiny_llama):
     assert torch.equal(net.ahead(state), torch.stack([first, *stepped], dim=1))
     with pytest.raises(UserError, match="a round asks for 5 drafts"):
         ChainProposer(net, 5)
+
+
+@torch.no_grad()
+def test_rows_committed_by_themselves_keep_their_places(tiny_llama):
+    """Rows 2 and 0 of three alone, then row 1, against all three at once."""
+    net, g = net_for(tiny_llama, CONFIG), torch.Generator().manual_seed(4)
+    features = Features(*(torch.randn(3, 6, *x, tiny_llama.hidden, generator=g) for x in ((2,), ())))
+    tokens, counts = torch.randint(3, 300, (3, 6), generator=g), torch.tensor([6, 4, 5])
+    together, apart = net.begin(3, 32, 4), net.begin(3, 32, 4)
+    net.commit(together, None, features, tokens, counts, 32)
+    for rows in (torch.tensor([2, 0]), torch.tensor([1])):
+        hidden = net.commit(apart, rows, rows_of(features, rows), tokens[rows], counts[rows], 32)
+        torch.testing.assert_close(hidden, net.ahead(together)[rows, 0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(net.ahead(apart), net.ahead(together), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_compiled_once_for_all_sizes(tiny_llama):
+    """Of drafts thinned by shapes alone: how many anchors a batch has never recompiles, and nothing leaves the graph. (A first batch so small
+    that depths of different shares are padded to one width would be a case of its own.)"""
+    net = net_for(tiny_llama, replace(CONFIG, layers=2, depth=3))
+    objective, teacher = Distillation([SoftCrossEntropy()], Uniform(), "weights"), TargetTeacher(tiny_llama, net)
+    plain, compiled = (make_score(net, objective, teacher, 3, compile=flag) for flag in (False, True))
+    counters.clear()
+    for ones in (90, 125, 60):
+        sequences = chat("000" + "1" * ones + "0" * (125 - ones))
+        features, layout = tiny_llama.read_packed(sequences, net.needs.taps), net.layout(sequences, numbers=[(1, ones)])
+        found = []
+        for score in (plain, compiled):
+            net.zero_grad()
+            [term] = score(sequences, features, layout)[0].values()
+            (term.sum / term.count).backward()
+            found.append([term.sum.detach(), *(weight.grad.clone() for weight in net.parameters())])
+        for wanted, got in zip(*found, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"], counters
 
 
 def run_of(folder, target):
