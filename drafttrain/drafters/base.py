@@ -82,6 +82,8 @@ class DrafterNet(nn.Module):
     """Most drafts that it can propose in a row; None: any number."""
     parallel: bool = False
     """Whether the states of all depths are known before anything is drafted: see `ahead`."""
+    fused: bool = False
+    """Whether training attends in kernels that hold no scores, where the drafter has such."""
     reads_last: bool = False
     """Whether `logits` looks at the token before."""
     unsaid: tuple[int, ...] = ()

@@ -16,6 +16,7 @@ Shapes: B batch, T tokens, Q blocks, S slots of a block, K depths, L layers, A t
 G key/value heads, M slots of the cache, E slots looked at.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,9 @@ from torch import Tensor, nn
 from drafttrain.drafters.base import DrafterNet, Frozen
 from drafttrain.drafters.decoder import MLP, Attention, DecoderShape, RMSNorm
 from drafttrain.drafters.tree_state import ContextState, last_of
-from drafttrain.layouts import chain_layout, chain_visibility, some_anchors
+from drafttrain.layouts import chain_layout, some_anchors
 from drafttrain.ops.attention import attend
-from drafttrain.ops.blocks import attend_blocks
+from drafttrain.ops.blocks import BlockRule, attend_blocks, attend_blocks_fused
 from drafttrain.ops.rotary import Rotary, rotate
 from drafttrain.types import Drafted, Features, Layout, Sequences
 from drafttrain.vocab import DraftVocabulary
@@ -156,26 +157,31 @@ class BlockNet(DrafterNet):
         """One block behind the anchor of every drafting row."""
         ids_BT, row_BQ = sequences.ids_BT, layout.query_BQ.clamp(min=0)
         anchor_BQ = ids_BT.gather(1, (row_BQ + 1).clamp(max=ids_BT.shape[1] - 1))
-        slot_S = torch.arange(self.slots, device=row_BQ.device)
-        position_BQS = sequences.position_BT.gather(1, row_BQ)[..., None] + 1 + slot_S
-        visible_BQST = chain_visibility(sequences, layout.query_BQ)[:, :, None]
-        if self.window is not None:
-            visible_BQST = visible_BQST & self.near(position_BQS[..., None], sequences.position_BT[:, None, None])
+        rule = BlockRule(sequences.document_BT, sequences.position_BT, row_BQ, self.slots, self.causal, self.window)
+        attend_all = self._attention(rule)
         context_BTH, x_BQSH = self.fuse(features), self.stream(anchor_BQ)
         B, Q, S, H = x_BQSH.shape
         context_turn = self.rotary(sequences.position_BT, x_BQSH.dtype)
-        turn = self.rotary(position_BQS.flatten(1), x_BQSH.dtype)
-        own_SS, x_BNH = self.own_visible(row_BQ.device), x_BQSH.flatten(1, 2)
+        turn = self.rotary(rule.position_BQS.flatten(1), x_BQSH.dtype)
+        x_BNH = x_BQSH.flatten(1, 2)
         for layer in self.layers:
             attention, read = layer.self_attn, layer.input_layernorm(x_BNH)
             key, value = attention.keys_values(context_BTH)
             own_key, own_value = attention.keys_values(read)
             query, own_key = rotate(attention.queries(read), *turn), rotate(own_key, *turn)
             query, own_key, own_value = (x.unflatten(2, (Q, S)) for x in (query, own_key, own_value))
-            mixed = attend_blocks(query, rotate(key, *context_turn), value, visible_BQST, own_key, own_value, own_SS)
+            mixed = attend_all(query, rotate(key, *context_turn), value, own_key, own_value)
             x_BNH = layer.finish(x_BNH, mixed.flatten(2, 3))
         said_SBQH = self.norm(x_BNH).unflatten(1, (Q, S)).permute(2, 0, 1, 3)
         return self.drafted(said_SBQH[self.first : self.first + len(layout.dropped_K)], sequences, features, layout)
+
+    def _attention(self, rule: BlockRule) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """How queries meet context and own block, the same in all layers: its mask is made once."""
+        if self.fused:
+            mask = rule.block_mask()
+            return lambda query, key, value, own_key, own_value: attend_blocks_fused(query, key, value, own_key, own_value, mask)
+        context, own = rule.context(), rule.own()
+        return lambda query, key, value, own_key, own_value: attend_blocks(query, key, value, context, own_key, own_value, own)
 
     # ---- decoding face -------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,7 @@ class DistillTask(pl.LightningModule):
         self.window: Window | None = None
         self._first_bad: Tensor | None = None
         self._score = make_score(net, objective, TargetTeacher(target, net), self.depth, speed.compile)
+        net.fused = speed.fused_blocks and target.device.type == "cuda"
         graphed = speed.graph_target and target.device.type == "cuda"
         self._graphed = GraphedRead(target, net.needs.taps) if graphed else None
         # DeepSpeed's checkpoints leave frozen weights out (exclude_frozen_parameters); without any, nothing may be missing.

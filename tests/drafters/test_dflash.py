@@ -15,7 +15,10 @@ from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, some_anchors
 from drafttrain.ops.blocks import BlockRule, attend_blocks, attend_blocks_fused
 from drafttrain.position_weights import Exponential
-from drafttrain.types import Features
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
+from drafttrain.types import Features, Sequences
+from drafttrain.vocab import DraftVocabulary
 
 CONFIG = DFlash(block=5, layers=2, taps=[0, 2], mask_token=319, anchors=4)
 
@@ -195,3 +198,28 @@ def test_anchors_drawn_are_the_same_however_a_window_is_shared_out(tmp_path, tin
     start(whole, folder, drafter=CONFIG, objective=objective, data={"rows": 4}, optimizer={"schedule": "constant"},
           trainer={"max_steps": 4, "accumulate_grad_batches": 1})  # fmt: skip
     assert logged(halves) == pytest.approx(logged(whole), rel=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_fused_attention_gives_the_loss_and_gradients_of_the_dense_mask(target_folders):
+    """bf16 and fp32 on the device, packed documents, several rows; the kernel has no other oracle."""
+    target = load_target(TargetConfig(path=str(target_folders("llama"))), device="cuda")
+    config = DFlash(block=8, layers=2, taps=[0, 2], mask_token=319, window=20)
+    net = config.build(target, DraftVocabulary.full(target.vocab))
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 319, (4, 96), generator=g)
+    position = torch.cat([torch.arange(40), torch.arange(56)]).expand(4, -1)
+    document = torch.cat([torch.zeros(40), torch.ones(56)]).long().expand(4, -1)
+    sequences = Sequences(ids, position > 3, position, document)
+    layout, sequences = net.layout(sequences, numbers=[(0, b) for b in range(4)]).to("cuda"), sequences.to("cuda")
+    features = target.read_packed(sequences, net.needs.taps)
+    found = []
+    for fused in (False, True):
+        net.fused = fused
+        net.zero_grad()
+        hidden_NH = net.rows(sequences, features, layout).hidden_NH
+        hidden_NH.square().mean().backward()
+        found.append([hidden_NH.detach(), *(weight.grad.clone() for weight in net.parameters())])
+    for dense, kernel in zip(*found, strict=True):
+        torch.testing.assert_close(dense, kernel, atol=2e-3, rtol=2e-2)
