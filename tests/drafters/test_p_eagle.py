@@ -250,14 +250,14 @@ def test_rows_committed_by_themselves_keep_their_places(tiny_llama):
 
 @pytest.mark.slow
 def test_a_compiled_step_is_compiled_once_for_all_sizes(tiny_llama):
-    """Of drafts thinned by shapes alone: how many anchors a batch has never recompiles, and nothing leaves the graph. (A first batch so small
-    that depths of different shares are padded to one width would be a case of its own.)"""
+    """Widths follow from shapes alone: how many anchors a batch has never recompiles, and nothing leaves the graph. (Batches so small that depths
+    of different shares are padded to one width are a case of their own, and so left out.)"""
     net = net_for(tiny_llama, replace(CONFIG, layers=2, depth=3))
     objective, teacher = Distillation([SoftCrossEntropy()], Uniform(), "weights"), TargetTeacher(tiny_llama, net)
     plain, compiled = (make_score(net, objective, teacher, 3, compile=flag) for flag in (False, True))
     counters.clear()
-    for ones in (90, 125, 60):
-        sequences = chat("000" + "1" * ones + "0" * (125 - ones))
+    for ones in (90, 190, 150):
+        sequences = chat("000" + "1" * ones + "0" * (190 - ones))
         features, layout = tiny_llama.read_packed(sequences, net.needs.taps), net.layout(sequences, numbers=[(1, ones)])
         found = []
         for score in (plain, compiled):
