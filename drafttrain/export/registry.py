@@ -9,6 +9,7 @@ from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
+from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.errors import UserError
 from drafttrain.export.dflash import DFlashFormat, DFlashForVllm
 from drafttrain.export.eagle import EagleForSglang, EagleForVllm
@@ -34,6 +35,9 @@ ENTRIES: dict[type[DrafterConfig], Entry] = {
     Eagle3: Entry((Eagle3Format(), Eagle3Speculators())),
     Eagle: Entry((EagleForVllm(), EagleForSglang())),
     DFlash: Entry((DFlashFormat(), DFlashForVllm(), DFlashSpeculators())),
+    PEagle: Entry(
+        otherwise="vLLM's form of P-EAGLE is not written yet, and SGLang has none; drafttrain's own loop is the runtime"
+    ),
     Medusa: Entry((MedusaFormat(),), "no release of SGLang loads Medusa heads, and vLLM up to 0.26 alone"),
     Hydra: Entry(otherwise="no engine loads Hydra; drafttrain's own loop is the runtime"),
 }
