@@ -5,7 +5,7 @@ runs/<name>/recipe.yaml     the resolved recipe of the last command
             data/           token stores, prompts, ledger          (data_prep)
             checkpoints/    last/ to resume, best/ by tau          (train)
             logs/           metrics                                (train)
-            export/         folder for an engine, or our own        (export)
+            export/         folder for an engine, or our own       (export)
             report/         validation.json, tokens.jsonl, plots   (validate); report/bench/ likewise (bench)
 """
 

@@ -1,6 +1,7 @@
 """DFlash against a plain reference of the engines' class, each known mistake among them; its config.json, and what is not written or read."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -240,10 +241,14 @@ def test_transformers_reads_the_layers_that_were_meant(tiny_llama, tmp_path, con
 
 
 def test_a_mask_without_a_text_names_none(tiny_llama, tmp_path, monkeypatch):
-    """A padding row behind the last token has no text; SGLang would look for its default one and not find it."""
+    """A padding row behind the last token, chosen for this target, has no text; SGLang looks for its default one and does not find it."""
     monkeypatch.setattr(type(tiny_llama.tokenizer), "__len__", lambda self: 319)
-    exported(tiny_llama, tmp_path / "export", "sglang")
-    assert "mask_token" not in config_of(tmp_path / "export")["dflash_config"]
+    config = replace(PLAIN, mask_token=None, taps=[])
+    exported(tiny_llama, tmp_path / "export", "sglang", config)
+    nested = config_of(tmp_path / "export")["dflash_config"]
+    assert "mask_token" not in nested and nested["mask_token_id"] == 319 and nested["target_layer_ids"] == [1, 2]
+    again = load_export(tmp_path / "export", tiny_llama)
+    assert again.config == config and (again.mask, again.needs.taps) == (319, (1, 2))  # what was left to be chosen stays so
 
 
 @pytest.mark.parametrize(
