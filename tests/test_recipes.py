@@ -16,6 +16,7 @@ from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
+from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.recipe import Recipe, load_recipe
 from drafttrain.recipe_files import read_file
 from drafttrain.run import Run
@@ -113,6 +114,10 @@ def weights_by_hand(drafter, config) -> int:
         return taps * D * D + block(2 * D) + norms * D + head
     if isinstance(drafter, Eagle):
         return 2 * D * D + block(D) + D
+    if isinstance(drafter, PEagle):
+        taps = len(drafter.taps) or 3
+        inputs = taps * D * D + taps * D + (taps * D if drafter.fc_norm else 0)  # fc, the masked state, norms of taps
+        return inputs + block(2 * D) + 3 * D + (drafter.layers - 1) * (block(D) + 2 * D) + D + D * V
     if isinstance(drafter, DFlash):
         taps = len(drafter.taps) or drafter.layers
         return taps * D * D + drafter.layers * (block(D) + 2 * D + 2 * head_dim) + 2 * D  # a norm of the context, one at the end

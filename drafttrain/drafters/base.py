@@ -9,6 +9,7 @@ A parity test holds the two together; the decoding face may never call `rows`.
 Shapes: B batch rows in play, R rows of this call, W nodes of this call, T feature rows, H what the head reads, N rows, Vd draft vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,8 +107,8 @@ class DrafterNet(nn.Module):
         """UserError, naming `what` asks for them, where the drafter cannot propose so many drafts in a row."""
         if self.deepest is not None and drafts > self.deepest:
             raise UserError(
-                f"{what} asks for {drafts} drafts in a row, but this drafter has {self.deepest} heads, one for each draft; ask for at most "
-                f"{self.deepest}, or train more heads (drafter.init_args.heads)."
+                f"{what} asks for {drafts} drafts in a row, but this {type(self.config).__name__} drafts at most {self.deepest}; ask for no more, or "
+                "train one that goes deeper (heads, depth or block of drafter.init_args)."
             )
 
     def layout(self, sequences: Sequences, depth: int | None = None, numbers: list[tuple[int, ...]] | None = None) -> Layout:
@@ -138,6 +139,20 @@ class DrafterNet(nn.Module):
     def logits(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:
         """[N, Vd]"""
         raise NotImplementedError
+
+    def known(self, hidden_NH: Tensor) -> tuple[Tensor, ...]:
+        """All of `logits` that does not depend on the token before, as tensors of N rows: of a drafter that is `parallel` and `reads_last`,
+        so that one product with the head serves all depths."""
+        raise NotImplementedError
+
+    def logits_given(self, known: Sequence[Tensor], prev_N: Tensor) -> Tensor:
+        """`logits` from what `known` said: [N, Vd]."""
+        raise NotImplementedError
+
+    def confidence(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor | None:
+        """How likely the draft is kept if all before it are, as a logit [N], known before it is chosen; None where the drafter has not
+        learnt to tell."""
+        return None
 
     def begin(self, batch: int, capacity: int, nodes: int) -> Any:
         """Empty buffers for rows of up to `capacity` slots, of which a round's `nodes` stepped tokens take some. The state has

@@ -315,7 +315,7 @@ def test_hass_learns_each_step_alone(tiny_llama):
 
 def test_drafts_beyond_the_last_head_are_refused(tiny_llama):
     net = net_for(tiny_llama, Hydra(heads=2))
-    with pytest.raises(UserError, match="2 heads"):
+    with pytest.raises(UserError, match="this Hydra drafts at most 2"):
         net.layout(chat("00011111"), 3)
     with pytest.raises(UserError, match="a round asks for 3 drafts"):
         ChainProposer(net, 3)

@@ -142,7 +142,7 @@ def test_drafters_of_final_states_learn_from_stored_ones(tmp_path, tiny_llama, l
 
 def test_more_drafts_than_heads_are_refused_before_training(tmp_path, tiny_llama, llama):
     run = make_run(tmp_path, tiny_llama)
-    with pytest.raises(UserError, match=r"checkpoint.drafts asks for 3 drafts in a row, but this drafter has 2 heads"):
+    with pytest.raises(UserError, match=r"checkpoint.drafts asks for 3 drafts in a row, but this Hydra drafts at most 2"):
         start(run, llama, drafter=Hydra(heads=2), checkpoint={"tau_prompts": 2, "drafts": 3})
     assert not (run / "checkpoints").exists()
 
