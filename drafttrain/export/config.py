@@ -21,7 +21,7 @@ class ExportConfig:
     private: bool = True
     """Whether a repository that the push creates is private."""
     base_model: str | None = None
-    """Hub id of the target, for the model card and the serving commands, where target.path is a folder or a file."""
+    """Hub id of the target, for the model card, the serving commands and speculators, where target.path is a folder or a file."""
     license: str | None = None
     """Licence named in the model card, as the Hub spells it (apache-2.0, mit, llama3.1, ...)."""
 
