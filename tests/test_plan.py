@@ -132,7 +132,7 @@ def test_logits_are_those_that_are_held_at_once(planned):
 @pytest.mark.parametrize("section", ["checkpoint", "validate"])
 def test_more_drafts_than_heads_are_refused_before_anything_is_loaded(planned, section):
     _, lines = planned(HYDRA, code=2, **{section: {"drafts": 4}})
-    assert re.match(rf"error: {section}\.drafts asks for 4 drafts in a row, but this drafter has 3 heads", lines[-1])
+    assert re.match(rf"error: {section}\.drafts asks for 4 drafts in a row, but this Hydra drafts at most 3", lines[-1])
     if section == "checkpoint":
         planned(HYDRA, checkpoint={"drafts": 4, "tau_prompts": 0})
 
