@@ -11,13 +11,13 @@ Shapes: N elements, M rows of the target that teach them, H drafter width, D tar
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import smooth_l1_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, smooth_l1_loss
 
 from drafttrain.errors import UserError
 
@@ -79,11 +79,14 @@ class Scored:
         label_N: Draft ids of the tokens to be predicted.
         taught: The target's rows.
         row_N: Which of them teaches each element; None where element n is taught by row n.
+        extra: What else the drafter says of each element, by name [N, ...].
     """
 
-    def __init__(self, hidden_NH: Tensor, logits_NV: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None):
+    def __init__(
+        self, hidden_NH: Tensor, logits_NV: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None, extra: Mapping[str, Tensor] = {}
+    ):  # fmt: skip
         self.hidden_NH, self.logits_NV, self.label_N = hidden_NH, logits_NV, label_N
-        self.taught, self.row_N = taught, row_N
+        self.taught, self.row_N, self.extra = taught, row_N, extra
 
     def of_teacher(self, value_M: Tensor) -> Tensor:
         """[N, ...]: each element's part of something that the target has for every row [M, ...]."""
@@ -271,3 +274,23 @@ class SmoothL1(Divergence):
                 "equal; choose another drafter or remove SmoothL1 from objective.init_args.divergences."
             )
         return smooth_l1_loss(hidden_NH.float(), scored.of_teacher(final_MD).float(), reduction="none").mean(-1)
+
+
+@dataclass(frozen=True)
+class Confidence(Divergence):
+    """Binary cross-entropy between the drafter's confidence in its draft and alpha, how often it will be kept (DSpark, arXiv 2607.05147).
+
+    With a full vocabulary alpha = 1 - 0.5 ||p - q||_1, as published. It is a target without gradient, so q learns nothing from it.
+    Raises UserError where the drafter has no confidence.
+    """
+
+    name: ClassVar[str] = "confidence"
+
+    def of(self, scored: Scored) -> Tensor:
+        if "confidence" not in scored.extra:
+            raise UserError(
+                "objective.init_args.divergences names Confidence, but this drafter has no head that could learn it; remove it, or choose "
+                "a drafter that tells how sure it is."
+            )
+        alpha_N = scored.log_alpha_N.detach().exp().clamp(max=1)
+        return binary_cross_entropy_with_logits(scored.extra["confidence"].float(), alpha_N, reduction="none")

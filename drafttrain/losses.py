@@ -48,7 +48,7 @@ class Distillation(Objective):
 
     divergences: list[Divergence] = field(default_factory=lambda: [SoftCrossEntropy()])
     """Added up, each with its weight: SoftCrossEntropy, HardCrossEntropy, ReverseKL, JSD, TotalVariation, LKAlpha, LKLambda,
-    TopKCrossEntropy, SmoothL1."""
+    TopKCrossEntropy, SmoothL1, Confidence."""
     positions: PositionWeight = field(default_factory=Decay)
     """Weight by the place in the draft: Uniform, Decay, Exponential, DPace, Streak, ValidPrefix."""
     reduction: str = "depths"
@@ -106,21 +106,25 @@ class Distillation(Objective):
     def _score(self, drafted: Drafted, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor, Tensor]:
         """Divergences [G, N] with gradient; log q(label) and whether the label is the drafter's likeliest token, [N], detached."""
 
-        def score(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None):
-            scored = Scored(hidden_NH, student(hidden_NH, prev_N).float(), label_N, taught, row_N)
+        names = list(drafted.extra)
+
+        def score(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None, *extra: Tensor):
+            logits_NV, more = student(hidden_NH, prev_N).float(), dict(zip(names, extra, strict=True))
+            scored = Scored(hidden_NH, logits_NV, label_N, taught, row_N, more)
             loss_GN = torch.stack([divergence.of(scored) for divergence in self.divergences])
             return loss_GN, scored.log_q_label_N.detach(), scored.logits_NV.detach().argmax(-1) == label_N
 
-        def score_alone(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, row_N: Tensor):
-            return score(hidden_NH, prev_N, label_N, Taught(teacher, drafted.teacher_MD[row_N]), None)
+        def score_alone(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, row_N: Tensor, *extra: Tensor):
+            return score(hidden_NH, prev_N, label_N, Taught(teacher, drafted.teacher_MD[row_N]), None, *extra)
 
         each_N = drafted.hidden_NH, drafted.prev_N, torch.searchsorted(drafted.vocabulary_V, drafted.label_N)
+        more_N = drafted.extra.values()
         if not self.chunk:
-            return score(*each_N, Taught(teacher, drafted.teacher_MD), drafted.row_N)
+            return score(*each_N, Taught(teacher, drafted.teacher_MD), drafted.row_N, *more_N)
         parts = []
         for i in range(max(-(-len(drafted.label_N) // self.chunk), 1)):
             piece = slice(i * self.chunk, (i + 1) * self.chunk)
-            parts.append(checkpoint(score_alone, *(x[piece] for x in (*each_N, drafted.row_N)), use_reentrant=False))
+            parts.append(checkpoint(score_alone, *(x[piece] for x in (*each_N, drafted.row_N, *more_N)), use_reentrant=False))
         loss_GN, log_q_N, right_N = (torch.cat(pieces, dim=-1) for pieces in zip(*parts, strict=True))
         return loss_GN, log_q_N, right_N
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from drafttrain.divergences import (
     JSD,
+    Confidence,
     Divergence,
     HardCrossEntropy,
     LKAlpha,
@@ -38,6 +39,7 @@ ALL = [
     TopKCrossEntropy(2),
     TopKCrossEntropy(99),
     SmoothL1(),
+    Confidence(),
 ]
 
 
@@ -77,7 +79,7 @@ def softmax(logits: list[float]) -> list[float]:
 
 
 def by_hand(divergence: Divergence, state, logits, label: int, final, teacher: Table, share: float | None) -> float:
-    """One element, from its definition. `share` is LKLambda's w, which has no gradient; None computes it."""
+    """One element, from its definition. `share` is what has no gradient, LKLambda's w and Confidence's alpha; None computes the former."""
     q = softmax(logits)
     whole = softmax([sum(w * x for w, x in zip(row, final, strict=True)) for row in teacher.weight_VD.tolist()])
     mass = sum(whole[i] for i in teacher.ids)
@@ -106,15 +108,20 @@ def by_hand(divergence: Divergence, state, logits, label: int, final, teacher: T
             return w * kl(p, q) + (1 - w) * (1 - alpha)
         case TopKCrossEntropy(k=k):
             return -sum(p[v] * math.log(q[v]) for v in sorted(words, key=lambda v: -p[v])[:k])
+        case Confidence():
+            kept = 1 / (1 + math.exp(-sum(state)))
+            return -share * math.log(kept) - (1 - share) * math.log(1 - kept)
         case SmoothL1():
             gaps = [abs(a - b) for a, b in zip(state, final, strict=True)]
             return sum(d * d / 2 if d < 1 else d - 0.5 for d in gaps) / len(gaps)
 
 
 def share_by_hand(divergence: Divergence, logits, final, teacher: Table) -> float | None:
-    if not isinstance(divergence, LKLambda):
+    if not isinstance(divergence, LKLambda | Confidence):
         return None
     alpha = math.exp(-by_hand(LKAlpha(), None, logits, 0, final, teacher, None))
+    if isinstance(divergence, Confidence):
+        return alpha
     return divergence.kl_scale * math.exp(-divergence.kl_decay * alpha)
 
 
@@ -125,7 +132,8 @@ def test_values_and_gradients_equal_loops(divergence, teacher, each):
     inputs = hidden_ND.requires_grad_(), logits_NV.requires_grad_()
     row_N = torch.tensor(ROWS)
     taught = Taught(teacher, final_MD[row_N] if each else final_MD)
-    loss_N = divergence.of(Scored(*inputs, label_N, taught, None if each else row_N))
+    extra = {"confidence": hidden_ND.sum(-1)}
+    loss_N = divergence.of(Scored(*inputs, label_N, taught, None if each else row_N, extra))
     loss_N.sum().backward()
     for n, row in enumerate(ROWS):
         state, logits, final = hidden_ND[n].tolist(), logits_NV[n].tolist(), final_MD[row].tolist()
@@ -142,6 +150,20 @@ def test_values_and_gradients_equal_loops(divergence, teacher, each):
                 up[place][i] += 1e-6
                 down[place][i] -= 1e-6
                 assert float(grad[i]) == pytest.approx((value(*up) - value(*down)) / 2e-6, rel=1e-3, abs=1e-5)
+
+
+def test_confidence_in_the_words_of_the_paper_and_without_a_head():
+    """With a full vocabulary alpha is 1 - 0.5 ||p - q||_1; and a drafter that has no confidence is refused."""
+    teacher = Table(SAYABLE["full"])
+    hidden_ND, logits_NV, label_N, final_MD = numbers(teacher)
+    told_N, row_N = torch.tensor([0.3, -1.0, 40.0, 2.0]), torch.tensor(ROWS)
+    scored = Scored(hidden_ND, logits_NV, label_N, Taught(teacher, final_MD), row_N, {"confidence": told_N})
+    gap_N = (teacher.logits(final_MD)[row_N].softmax(-1) - logits_NV.softmax(-1)).abs().sum(-1)
+    wanted = torch.nn.BCEWithLogitsLoss(reduction="none")(told_N, 1 - gap_N / 2)
+    torch.testing.assert_close(Confidence().of(scored), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(2 * TotalVariation().of(scored), gap_N)
+    with pytest.raises(UserError, match="names Confidence, but this drafter has no head"):
+        Confidence().of(Scored(hidden_ND, logits_NV, label_N, Taught(teacher, final_MD), row_N))
 
 
 def test_every_divergence_is_tried_here_and_named_once():

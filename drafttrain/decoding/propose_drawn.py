@@ -5,8 +5,9 @@ rejection weighs them by (Jeon et al. 2024, arXiv 2402.14160). Widths 1, 1, 1 ar
 arXiv 2211.17192). With `replacement` siblings are drawn independently of each other, all from q, so that two may be equal: widths k, 1, 1
 are k chains from one root (Sun et al. 2023, SpecTr, arXiv 2310.15141). q is zero for tokens outside the draft vocabulary.
 
-A node does not exist where q had no token left for it, where its parent does not, or where the product of max_x q(x) down to its own
-place is below `least_confidence`: all known before the token was drawn, as exact verification demands.
+A node does not exist where q had no token left for it, where its parent does not, or where the product of the drafter's confidence down to its
+own place is below `least_confidence`: all known before the token was drawn, as exact verification demands. Confidence is max_x q(x), unless the
+drafter has learnt to tell (DSpark).
 
 The numbers that a draw uses are those of the round's anchor and of the node's index: the same draft, whoever shares the batch.
 
@@ -68,7 +69,7 @@ class DrawnProposer(DrafterProposer):
 
     def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
         self.state.forget(extent)
-        B, device = len(length_B), length_B.device
+        B, device, known = len(length_B), length_B.device, self._known(self.drafts)
         uniforms = round_uniforms(stream_B, length_B, self.nodes, DRAFT).split(self.sizes, dim=1)
         token_BW, hidden_BWH = tokens_BM.gather(1, length_B[:, None]), self.hidden_BH[:B, None]
         number_BW = torch.full_like(token_BW, -1)  # every node but the deepest is stepped, in order: its number is its index
@@ -79,9 +80,10 @@ class DrawnProposer(DrafterProposer):
         for depth, (width, uniform_BW) in enumerate(zip(self.widths, uniforms, strict=True)):
             if depth:
                 hidden_BWH = self.net.step(self.state, token_BW, parents[-1])
-            q_BWV = probabilities(self._logits(hidden_BWH, token_BW), self.sampling)
+            q_BWV = probabilities(self._logits(hidden_BWH, token_BW, known, depth), self.sampling)
             index_BWC, left_BWC = self._draw(q_BWV, uniform_BW.unflatten(1, (-1, width)))
-            sure_BW = sure_BW * q_BWV.amax(-1)
+            if self.least_confidence:
+                sure_BW = sure_BW * self._log_sure(hidden_BWH, token_BW, q_BWV.log()).exp()
             exists_BW = exists_BW & (sure_BW >= self.least_confidence)
             exists.append((left_BWC & exists_BW[..., None]).flatten(1))
             tokens.append(self.net.speakable_V[index_BWC].flatten(1))

@@ -31,12 +31,12 @@ class StaticTreeProposer(FixedShape, DrafterProposer):
 
     def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
         self.state.forget(extent)
-        B = len(length_B)
+        B, known = len(length_B), self._known(self.drafts)
         token_BW, hidden_BWH, tokens = tokens_BM.gather(1, length_B[:, None]), self.hidden_BH[:B, None], []
         for depth, level in enumerate(self._levels):
             if depth:
                 hidden_BWH = self.net.step(self.state, token_BW, level.behind.expand(B, -1))
-            best_BWC = self._logits(hidden_BWH, token_BW).topk(level.best, dim=-1).indices
+            best_BWC = self._logits(hidden_BWH, token_BW, known, depth).topk(level.best, dim=-1).indices
             tokens.append(self.net.speakable_V[best_BWC.flatten(1)[:, level.pick]])
             token_BW = tokens[-1][:, level.expand]
         return Proposal(torch.cat(tokens, 1), self._parents_N.expand(B, -1))

@@ -56,9 +56,10 @@ class TreeProposer(DrafterProposer):
 
     def propose(self, tokens_BM: Tensor, length_B: Tensor, stream_B: Tensor, extent: int) -> Proposal:
         self.state.forget(extent)
-        k, B = self.top_k, len(length_B)
+        k, B, known = self.top_k, len(length_B), self._known(self.drafts)
         prev_B1 = tokens_BM.gather(1, length_B[:, None])
-        score_BW, token_BW = self._children(self.hidden_BH[:B, None], prev_B1, torch.zeros_like(prev_B1, dtype=torch.float32))
+        logits_B1V = self._logits(self.hidden_BH[:B, None], prev_B1, known)
+        score_BW, token_BW = self._children(logits_B1V, torch.zeros_like(prev_B1, dtype=torch.float32))
         # Candidates of all levels: token, score, which candidate they follow; and of the last level, which stepped token.
         tokens, scores, parents = [token_BW], [score_BW], [torch.full_like(token_BW, -1)]
         behind_BW, offset = parents[0], 0
@@ -66,7 +67,7 @@ class TreeProposer(DrafterProposer):
             best_BK, pick_BK = scores[-1].topk(k, dim=1)
             chosen_BK, stepped_BK = tokens[-1].gather(1, pick_BK), behind_BW.gather(1, pick_BK)
             hidden_BKH = self.net.step(self.state, chosen_BK, stepped_BK)
-            score_BW, token_BW = self._children(hidden_BKH, chosen_BK, best_BK)
+            score_BW, token_BW = self._children(self._logits(hidden_BKH, chosen_BK, known, level), best_BK)
             tokens.append(token_BW)
             scores.append(score_BW)
             parents.append((pick_BK + offset).repeat_interleave(k, dim=1))
@@ -75,9 +76,9 @@ class TreeProposer(DrafterProposer):
             behind_BW = number_K.repeat_interleave(k).expand(B, -1)
         return self._best(torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1))
 
-    def _children(self, hidden_BWH: Tensor, prev_BW: Tensor, score_BW: Tensor) -> tuple[Tensor, Tensor]:
+    def _children(self, logits_BWV: Tensor, score_BW: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability as a path, and target id, of the best k children of W nodes: two of [B, W*k]."""
-        logp_BWV = self._logits(hidden_BWH, prev_BW).float().log_softmax(-1)
+        logp_BWV = logits_BWV.float().log_softmax(-1)
         best_BWK, index_BWK = logp_BWV.topk(self.top_k, dim=-1)
         return (score_BW[..., None] + best_BWK).flatten(1), self.net.speakable_V[index_BWK].flatten(1)
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from drafttrain.decoding.tree_shape import TreeShape
 from drafttrain.drafters.base import DrafterNet
@@ -146,7 +147,28 @@ class DrafterProposer(Proposer):
     def widen(self) -> None:
         self.state.widen()
 
-    def _logits(self, hidden_BWH: Tensor, prev_BW: Tensor) -> Tensor:
-        """[B, W, V] over the draft vocabulary."""
-        logits_NV = self.net.logits(hidden_BWH.flatten(0, 1), prev_BW.flatten())
+    def _known(self, count: int) -> list[Tensor] | None:
+        """Of a drafter whose states are all known now, all that its logits at depths 1, ..., `count` do not owe to the token before
+        [B, K, ...], by one product with its head; None of others."""
+        if not (self.net.parallel and self.net.reads_last):
+            return None
+        hidden_BKH = self.net.ahead(self.state)[:, :count]
+        return [part.unflatten(0, hidden_BKH.shape[:2]) for part in self.net.known(hidden_BKH.flatten(0, 1))]
+
+    def _logits(self, hidden_BWH: Tensor, prev_BW: Tensor, known: list[Tensor] | None = None, depth: int = 0) -> Tensor:
+        """[B, W, V] over the draft vocabulary, behind tokens at this depth (0: the anchor); of what is `known`, what is not is left to do."""
+        if known is None:
+            logits_NV = self.net.logits(hidden_BWH.flatten(0, 1), prev_BW.flatten())
+        else:
+            W = prev_BW.shape[1]
+            rows = [part[:, depth, None].expand(-1, W, *part.shape[2:]).flatten(0, 1) for part in known]
+            logits_NV = self.net.logits_given(rows, prev_BW.flatten())
         return logits_NV.unflatten(0, prev_BW.shape)
+
+    def _log_sure(self, hidden_BWH: Tensor, prev_BW: Tensor, logits_BWV: Tensor) -> Tensor:
+        """How likely a draft behind these tokens is kept, by the drafter's own estimate, log [B, W]: its confidence where it has learnt one,
+        else the probability of its likeliest token."""
+        told_N = self.net.confidence(hidden_BWH.flatten(0, 1), prev_BW.flatten())
+        if told_N is None:
+            return logits_BWV.float().log_softmax(-1).amax(-1)
+        return logsigmoid(told_N).unflatten(0, prev_BW.shape)

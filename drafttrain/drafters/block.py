@@ -18,6 +18,7 @@ G key/value heads, M slots of the cache, E slots looked at.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,9 +61,9 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.rms_eps)
         self.mlp = MLP(shape)
 
-    def finish(self, x_BTH: Tensor, mixed_BHTD: Tensor) -> Tensor:
-        """Both residual branches: [B, T, H]."""
-        h = x_BTH + self.self_attn.output(mixed_BHTD)
+    def forward(self, x_BTH: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """Both residual branches [B, T, H]. `attend` is the attention of this layer, from what it reads to what it adds."""
+        h = x_BTH + attend(self.input_layernorm(x_BTH))
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
@@ -85,7 +86,7 @@ class BlockState(ContextState):
 class BlockNet(DrafterNet):
     """Base of drafters that propose a block in one pass."""
 
-    words = ()
+    words: tuple[str, ...] = ()
     parallel = True
     first = 1
     """The slot that predicts depth 1: 1 in the layout 1+N, 0 where the anchor's own slot does."""
@@ -163,15 +164,18 @@ class BlockNet(DrafterNet):
         B, Q, S, H = x_BQSH.shape
         context_turn = self.rotary(sequences.position_BT, x_BQSH.dtype)
         turn = self.rotary(rule.position_BQS.flatten(1), x_BQSH.dtype)
-        x_BNH = x_BQSH.flatten(1, 2)
-        for layer in self.layers:
-            attention, read = layer.self_attn, layer.input_layernorm(x_BNH)
+
+        def attended(attention: BlockAttention, read_BNH: Tensor) -> Tensor:
             key, value = attention.keys_values(context_BTH)
-            own_key, own_value = attention.keys_values(read)
-            query, own_key = rotate(attention.queries(read), *turn), rotate(own_key, *turn)
+            own_key, own_value = attention.keys_values(read_BNH)
+            query, own_key = rotate(attention.queries(read_BNH), *turn), rotate(own_key, *turn)
             query, own_key, own_value = (x.unflatten(2, (Q, S)) for x in (query, own_key, own_value))
             mixed = attend_all(query, rotate(key, *context_turn), value, own_key, own_value)
-            x_BNH = layer.finish(x_BNH, mixed.flatten(2, 3))
+            return attention.output(mixed.flatten(2, 3))
+
+        x_BNH = x_BQSH.flatten(1, 2)
+        for layer in self.layers:
+            x_BNH = layer(x_BNH, partial(attended, layer.self_attn))
         said_SBQH = self.norm(x_BNH).unflatten(1, (Q, S)).permute(2, 0, 1, 3)
         return self.drafted(said_SBQH[self.first : self.first + len(layout.dropped_K)], sequences, features, layout)
 
@@ -223,12 +227,15 @@ class BlockNet(DrafterNet):
         visible_R1SX = torch.cat([seen_RSE, own_RSS], dim=2)[:, None]
         keys, values = state.context(rows_R)
         G = self.shape.kv_heads
-        for number, layer in enumerate(self.layers):
-            attention, read, heads = layer.self_attn, layer.input_layernorm(x_RSH), slice(number * G, (number + 1) * G)
-            own_key, own_value = attention.keys_values(read)
+
+        def attended(attention: BlockAttention, heads: slice, read_RSH: Tensor) -> Tensor:
+            own_key, own_value = attention.keys_values(read_RSH)
             key = torch.cat([keys[:, heads], rotate(own_key, *turn)], dim=2)
             value = torch.cat([values[:, heads], own_value], dim=2)
-            x_RSH = layer.finish(x_RSH, attend(rotate(attention.queries(read), *turn), key, value, visible_R1SX))
+            return attention.output(attend(rotate(attention.queries(read_RSH), *turn), key, value, visible_R1SX))
+
+        for number, layer in enumerate(self.layers):
+            x_RSH = layer(x_RSH, partial(attended, layer.self_attn, slice(number * G, (number + 1) * G)))
         return self.norm(x_RSH)[:, self.first :]
 
     @torch.no_grad()
