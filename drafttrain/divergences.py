@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, smooth_l1_loss
 
 from drafttrain.errors import UserError
+from drafttrain.types import Selector
 
 
 class computed_once:
@@ -79,14 +80,18 @@ class Scored:
         label_N: Draft ids of the tokens to be predicted.
         taught: The target's rows.
         row_N: Which of them teaches each element; None where element n is taught by row n.
+        prev_N: Target ids of the tokens before those to be predicted.
         extra: What else the drafter says of each element, by name [N, ...].
+        selector: Its second head, if it has one; `logits_NV` are then the first one's.
     """
 
     def __init__(
-        self, hidden_NH: Tensor, logits_NV: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None, extra: Mapping[str, Tensor] = {}
+        self, hidden_NH: Tensor, logits_NV: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None, prev_N: Tensor | None = None,
+        extra: Mapping[str, Tensor] | None = None, selector: Selector | None = None,
     ):  # fmt: skip
         self.hidden_NH, self.logits_NV, self.label_N = hidden_NH, logits_NV, label_N
-        self.taught, self.row_N, self.extra = taught, row_N, extra
+        self.taught, self.row_N = taught, row_N
+        self.prev_N, self.extra, self.selector = prev_N, extra or {}, selector
 
     def of_teacher(self, value_M: Tensor) -> Tensor:
         """[N, ...]: each element's part of something that the target has for every row [M, ...]."""
@@ -294,3 +299,28 @@ class Confidence(Divergence):
             )
         alpha_N = scored.log_alpha_N.detach().exp().clamp(max=1)
         return binary_cross_entropy_with_logits(scored.extra["confidence"].float(), alpha_N, reduction="none")
+
+
+@dataclass(frozen=True)
+class Selection(Divergence):
+    """-log softmax(S)(label) over the candidates of a drafter that chooses by the token before (DFlash 2).
+
+    S adds to the first head's logits what its selector says behind the text's own token. Candidates are the first head's likeliest tokens, the
+    last of which gives way to the label where that is missing. Gradients reach both heads.
+    Raises UserError where the drafter has no selector.
+    """
+
+    name: ClassVar[str] = "selection"
+
+    def of(self, scored: Scored) -> Tensor:
+        selector, label_N1 = scored.selector, scored.label_N[:, None]
+        if selector is None or scored.prev_N is None:
+            raise UserError(
+                "objective.init_args.divergences names Selection, but this drafter has no selector that could learn it; remove it, or choose a "
+                "drafter that selects among candidates."
+            )
+        best_NC = scored.logits_NV.detach().topk(min(selector.candidates, scored.logits_NV.shape[1])).indices
+        there_N1 = (best_NC == label_N1).any(1, keepdim=True)
+        token_NC = torch.cat([best_NC[:, :-1], torch.where(there_N1, best_NC[:, -1:], label_N1)], dim=1)
+        score_NC = scored.logits_NV.gather(1, token_NC) + selector.added(scored.hidden_NH, scored.prev_N, token_NC).float()
+        return score_NC.logsumexp(1) - (score_NC * (token_NC == label_N1)).sum(1)

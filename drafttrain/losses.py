@@ -48,7 +48,7 @@ class Distillation(Objective):
 
     divergences: list[Divergence] = field(default_factory=lambda: [SoftCrossEntropy()])
     """Added up, each with its weight: SoftCrossEntropy, HardCrossEntropy, ReverseKL, JSD, TotalVariation, LKAlpha, LKLambda,
-    TopKCrossEntropy, SmoothL1, Confidence."""
+    TopKCrossEntropy, SmoothL1, Confidence, Selection."""
     positions: PositionWeight = field(default_factory=Decay)
     """Weight by the place in the draft: Uniform, Decay, Exponential, DPace, Streak, ValidPrefix."""
     reduction: str = "depths"
@@ -106,11 +106,12 @@ class Distillation(Objective):
     def _score(self, drafted: Drafted, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor, Tensor]:
         """Divergences [G, N] with gradient; log q(label) and whether the label is the drafter's likeliest token, [N], detached."""
 
-        names = list(drafted.extra)
+        names, selector = list(drafted.extra), drafted.selector
 
         def score(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None, *extra: Tensor):
-            logits_NV, more = student(hidden_NH, prev_N).float(), dict(zip(names, extra, strict=True))
-            scored = Scored(hidden_NH, logits_NV, label_N, taught, row_N, more)
+            logits_NV = student(hidden_NH, prev_N) if selector is None else selector.base_logits(hidden_NH)
+            more = dict(zip(names, extra, strict=True))
+            scored = Scored(hidden_NH, logits_NV.float(), label_N, taught, row_N, prev_N, more, selector)
             loss_GN = torch.stack([divergence.of(scored) for divergence in self.divergences])
             return loss_GN, scored.log_q_label_N.detach(), scored.logits_NV.detach().argmax(-1) == label_N
 

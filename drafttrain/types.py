@@ -10,6 +10,7 @@ Q rows that draft, V vocabulary.
 """
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -73,6 +74,19 @@ class Layout:
         return Layout(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
 
 
+class Selector(Protocol):
+    """A second, smaller head, which knows the token before and chooses among the likeliest tokens of the first."""
+
+    candidates: int
+    """Tokens among which it chooses, C."""
+
+    def base_logits(self, hidden_NH: Tensor) -> Tensor:
+        """Of the first head alone [N, V]."""
+
+    def added(self, hidden_NH: Tensor, prev_N: Tensor, token_NC: Tensor) -> Tensor:
+        """What it adds to the logits of these candidates (draft ids) [N, C]."""
+
+
 @dataclass(frozen=True)
 class Drafted:
     """Rows to be scored: the hinge between drafters and objectives. Elements that do not count are not in it."""
@@ -96,6 +110,9 @@ class Drafted:
     stream_N: Tensor | None = None
     """0 clean or accepted, 1 rejected; None where every element is clean."""
     extra: dict[str, Tensor] = field(default_factory=dict)
+    """What else the drafter says of each element, by name [N, ...]."""
+    selector: Selector | None = None
+    """Where it speaks by two heads: then the logits that are scored are those of the first one alone."""
 
 
 @dataclass(frozen=True)

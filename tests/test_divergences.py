@@ -15,6 +15,7 @@ from drafttrain.divergences import (
     LKLambda,
     ReverseKL,
     Scored,
+    Selection,
     SmoothL1,
     SoftCrossEntropy,
     Taught,
@@ -40,7 +41,26 @@ ALL = [
     TopKCrossEntropy(99),
     SmoothL1(),
     Confidence(),
+    Selection(),
 ]
+
+
+class Choice:
+    """A selector among five, which likes a word more or less behind each word."""
+
+    candidates = 5
+
+    def __init__(self):
+        self.word_VD = torch.randn(WORDS, WIDTH, generator=torch.Generator().manual_seed(8))
+
+    def base_logits(self, hidden_NH: Tensor) -> Tensor:
+        raise AssertionError("logits are given")
+
+    def added(self, hidden_NH: Tensor, prev_N: Tensor, token_NC: Tensor) -> Tensor:
+        return ((hidden_NH * self.word_VD[prev_N])[:, None] * self.word_VD[token_NC]).sum(-1)
+
+
+CHOICE, PREV_N = Choice(), torch.tensor([4, 0, 8, 3])
 
 
 class Table:
@@ -78,7 +98,9 @@ def softmax(logits: list[float]) -> list[float]:
     return [math.exp(x) / top for x in logits]
 
 
-def by_hand(divergence: Divergence, state, logits, label: int, final, teacher: Table, share: float | None) -> float:
+def by_hand(
+    divergence: Divergence, state, logits, label: int, final, teacher: Table, share: float | None, prev: int = 0
+) -> float:
     """One element, from its definition. `share` is what has no gradient, LKLambda's w and Confidence's alpha; None computes the former."""
     q = softmax(logits)
     whole = softmax([sum(w * x for w, x in zip(row, final, strict=True)) for row in teacher.weight_VD.tolist()])
@@ -111,6 +133,12 @@ def by_hand(divergence: Divergence, state, logits, label: int, final, teacher: T
         case Confidence():
             kept = 1 / (1 + math.exp(-sum(state)))
             return -share * math.log(kept) - (1 - share) * math.log(1 - kept)
+        case Selection():
+            best = sorted(words, key=lambda v: -logits[v])[:5]
+            best = best if label in best else [*best[:4], label]
+            table = CHOICE.word_VD.tolist()
+            added = {v: sum(h * a * b for h, a, b in zip(state, table[prev], table[v], strict=True)) for v in best}
+            return -math.log(softmax([logits[v] + added[v] for v in best])[best.index(label)])
         case SmoothL1():
             gaps = [abs(a - b) for a, b in zip(state, final, strict=True)]
             return sum(d * d / 2 if d < 1 else d - 0.5 for d in gaps) / len(gaps)
@@ -133,14 +161,14 @@ def test_values_and_gradients_equal_loops(divergence, teacher, each):
     row_N = torch.tensor(ROWS)
     taught = Taught(teacher, final_MD[row_N] if each else final_MD)
     extra = {"confidence": hidden_ND.sum(-1)}
-    loss_N = divergence.of(Scored(*inputs, label_N, taught, None if each else row_N, extra))
+    loss_N = divergence.of(Scored(*inputs, label_N, taught, None if each else row_N, PREV_N, extra, CHOICE))
     loss_N.sum().backward()
     for n, row in enumerate(ROWS):
         state, logits, final = hidden_ND[n].tolist(), logits_NV[n].tolist(), final_MD[row].tolist()
         share = share_by_hand(divergence, logits, final, teacher)
 
         def value(state, logits, final=final, n=n, share=share):
-            return by_hand(divergence, state, logits, int(label_N[n]), final, teacher, share)
+            return by_hand(divergence, state, logits, int(label_N[n]), final, teacher, share, int(PREV_N[n]))
 
         assert float(loss_N[n].detach()) == pytest.approx(value(state, logits), rel=1e-4, abs=1e-6)
         for tensor, place in zip(inputs, range(2), strict=True):
@@ -157,13 +185,23 @@ def test_confidence_in_the_words_of_the_paper_and_without_a_head():
     teacher = Table(SAYABLE["full"])
     hidden_ND, logits_NV, label_N, final_MD = numbers(teacher)
     told_N, row_N = torch.tensor([0.3, -1.0, 40.0, 2.0]), torch.tensor(ROWS)
-    scored = Scored(hidden_ND, logits_NV, label_N, Taught(teacher, final_MD), row_N, {"confidence": told_N})
+    scored = Scored(hidden_ND, logits_NV, label_N, Taught(teacher, final_MD), row_N, extra={"confidence": told_N})
     gap_N = (teacher.logits(final_MD)[row_N].softmax(-1) - logits_NV.softmax(-1)).abs().sum(-1)
     wanted = torch.nn.BCEWithLogitsLoss(reduction="none")(told_N, 1 - gap_N / 2)
     torch.testing.assert_close(Confidence().of(scored), wanted, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(2 * TotalVariation().of(scored), gap_N)
     with pytest.raises(UserError, match="names Confidence, but this drafter has no head"):
         Confidence().of(Scored(hidden_ND, logits_NV, label_N, Taught(teacher, final_MD), row_N))
+
+
+def test_selection_puts_in_the_label_that_is_missing_and_needs_a_selector():
+    """Labels and candidates are as the test of values has them: some labels are among the best, some not."""
+    hidden_ND, logits_NV, label_N, final_MD = numbers(Table(SAYABLE["full"]))
+    there = [int(label_N[n]) in logits_NV[n].topk(5).indices.tolist() for n in range(len(label_N))]
+    assert set(there) == {True, False}
+    scored = Scored(hidden_ND, logits_NV, label_N, Taught(Table(SAYABLE["full"]), final_MD), None, PREV_N)
+    with pytest.raises(UserError, match="names Selection, but this drafter has no selector"):
+        Selection().of(scored)
 
 
 def test_every_divergence_is_tried_here_and_named_once():

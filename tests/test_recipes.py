@@ -13,6 +13,7 @@ from recipe_targets import REAL, RECIPES, ROOT
 
 from drafttrain.commands.plan import arithmetic, outline
 from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.dflash2 import DFlash2
 from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
@@ -119,11 +120,14 @@ def weights_by_hand(drafter, config) -> int:
         taps = len(drafter.taps) or 3
         inputs = taps * D * D + taps * D + (taps * D if drafter.fc_norm else 0)  # fc, the masked state, norms of taps
         return inputs + block(2 * D) + 3 * D + (drafter.layers - 1) * (block(D) + 2 * D) + D + D * V
-    if isinstance(drafter, DFlash | DSpark):
+    if isinstance(drafter, DFlash | DFlash2 | DSpark):
         taps = len(drafter.taps) or drafter.layers
         total = taps * D * D + drafter.layers * (block(D) + 2 * D + 2 * head_dim) + 2 * D  # a norm of the context, one at the end
         if isinstance(drafter, DSpark):
             total += drafter.rank * (config.vocab_size + V) + D + drafter.rank + 1  # Markov head, confidence head
+        if isinstance(drafter, DFlash2):
+            total += drafter.layers * 2 * (4 * D + 4 * D * D // drafter.group)  # kernels of four taps, and what moves them
+            total += drafter.rank * (config.vocab_size + V + D)
         return total
     assert isinstance(drafter, Hydra | Medusa) and not drafter.own_heads
     total = 0

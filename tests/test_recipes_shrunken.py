@@ -27,7 +27,7 @@ from drafttrain.recipe_files import read_file
 from drafttrain.target.load import load_target
 from drafttrain.types import Request
 
-DRAFT_VOCAB, CHUNK, RANK, LIMIT = 200, 16, 5, 12
+DRAFT_VOCAB, CHUNK, RANK, GROUP, LIMIT = 200, 16, 5, 8, 12
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,8 @@ def smaller(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
         sizes["drafter.init_args.draft_vocab"] = DRAFT_VOCAB
     if getattr(recipe.drafter, "head_rank", None) is not None:
         sizes["drafter.init_args.head_rank"] = RANK
+    if getattr(recipe.drafter, "group", None) is not None:
+        sizes["drafter.init_args.group"] = GROUP
     if recipe.objective.chunk:
         sizes["objective.init_args.chunk"] = CHUNK
     return [(place, str(value)) for place, value in sizes.items()]

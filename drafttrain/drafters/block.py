@@ -95,7 +95,7 @@ class BlockNet(DrafterNet):
 
     def __init__(
         self, shape: DecoderShape, taps: tuple[int, ...], layers: int, slots: int, mask: int, anchors: int | None,
-        window: int | None, vocabulary: DraftVocabulary, embedding: Frozen,
+        window: int | None, vocabulary: DraftVocabulary, embedding: Frozen, make_layer: Callable[[DecoderShape], BlockLayer] = BlockLayer,
     ):  # fmt: skip
         super().__init__()
         self.shape, self.embedding, self.slots, self.mask, self.anchors, self.window = (
@@ -108,14 +108,11 @@ class BlockNet(DrafterNet):
         )
         self.fc = nn.Linear(len(taps) * shape.target_hidden, shape.hidden, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden, shape.rms_eps)
-        self.layers: Any = nn.ModuleList(self.make_layer(shape) for _ in range(layers))
+        self.layers: Any = nn.ModuleList(make_layer(shape) for _ in range(layers))
         self.norm = RMSNorm(shape.hidden, shape.rms_eps)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope_parameters)
         self.take_vocabulary(vocabulary)
         self.deepest, self.unsaid = slots - self.first, (mask,)
-
-    def make_layer(self, shape: DecoderShape) -> nn.Module:
-        return BlockLayer(shape)
 
     @property
     def dtype(self) -> torch.dtype:

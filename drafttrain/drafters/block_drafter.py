@@ -9,14 +9,14 @@ with the large head serves all slots of a block at once, and only the small one 
 Letters: N rows, H width, Vd draft vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
 from drafttrain.drafters.base import DrafterConfig, Frozen, Needs
-from drafttrain.drafters.block import BlockNet
+from drafttrain.drafters.block import BlockLayer, BlockNet
 from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.drafters.dflash import spread_taps
 from drafttrain.drafters.head import TargetHead
@@ -69,12 +69,15 @@ class TiedBlockNet(BlockNet):
 
     reads_last = True
 
-    def __init__(self, config: _BlockDrafter, target: Target, vocabulary: DraftVocabulary):
+    def __init__(
+        self, config: _BlockDrafter, target: Target, vocabulary: DraftVocabulary,
+        make_layer: Callable[[DecoderShape], BlockLayer] = BlockLayer,
+    ):  # fmt: skip
         taps, mask = config.taps_of(target), mask_token(target, config.mask_token)
         embedding = Frozen(target.model.get_input_embeddings())
         super().__init__(
-            DecoderShape.of(target), taps, config.layers, config.block, mask, config.anchors, config.window, vocabulary, embedding
-        )
+            DecoderShape.of(target), taps, config.layers, config.block, mask, config.anchors, config.window, vocabulary, embedding, make_layer
+        )  # fmt: skip
         self.config, self.needs = config, Needs(taps, config.block - self.first)
         self.head = TargetHead(target, vocabulary)
 

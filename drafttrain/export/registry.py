@@ -6,6 +6,7 @@ from typing import Any
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
 from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.dflash2 import DFlash2
 from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
@@ -39,6 +40,7 @@ ENTRIES: dict[type[DrafterConfig], Entry] = {
     PEagle: Entry(
         otherwise="vLLM's form of P-EAGLE is not written yet, and SGLang has none; drafttrain's own loop is the runtime"
     ),
+    DFlash2: Entry(otherwise="this version of drafttrain writes DFlash 2 for its own loop alone"),
     DSpark: Entry(otherwise="this version of drafttrain writes DSpark for its own loop alone"),
     Medusa: Entry((MedusaFormat(),), "no release of SGLang loads Medusa heads, and vLLM up to 0.26 alone"),
     Hydra: Entry(otherwise="no engine loads Hydra; drafttrain's own loop is the runtime"),

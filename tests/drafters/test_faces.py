@@ -8,6 +8,7 @@ from tiny import first
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.drafters.block_drafter import TiedBlockNet
 from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.dflash2 import DFlash2
 from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
@@ -33,6 +34,7 @@ DRAFTERS = {
     "hydra own heads": Hydra(heads=4, own_heads=True),
     "dflash": DFlash(block=5, layers=2, taps=[0, 2], mask_token=319),
     "dflash window": DFlash(block=6, layers=2, window=7, mask_token=319),
+    "dflash2": DFlash2(block=5, layers=2, taps=[0, 2], mask_token=319, rank=6, candidates=4),
     "dspark": DSpark(block=5, layers=2, taps=[0, 2], mask_token=319, rank=6),
     "p-eagle": PEagle(taps=[0, 1, 3], depth=5, layers=3, mask_token=319),
     "p-eagle normed taps": PEagle(taps=[1, 2], depth=4, layers=1, mask_token=319, fc_norm=True),
@@ -189,7 +191,10 @@ def test_a_draft_sees_rows_before_its_anchor_only(tiny_llama, config):
     mine = layout.anchor_N == anchor
     before = drafted.hidden_NH[mine]
     depth = layout.depth_N[mine]
-    reads_anchor, reads_drafts = not isinstance(config, Medusa), not isinstance(config, Medusa | DFlash | DSpark | PEagle)
+    reads_anchor, reads_drafts = (
+        not isinstance(config, Medusa),
+        not isinstance(config, Medusa | DFlash | DFlash2 | DSpark | PEagle),
+    )
 
     def altered(rows=None, token=None):
         taps, final, ids = features.taps_BTAD.clone(), features.final_BTD.clone(), sequences.ids_BT.clone()
