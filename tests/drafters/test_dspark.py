@@ -1,6 +1,8 @@
 """DSpark: which slot drafts what, what the Markov head adds, confidence in training and in drafting, one product with the head for all depths,
 and answers drawn with its drafts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decoding.sampled_cases import PROMPT, WORDS, answers, enumerated, p_values, small_target
@@ -59,6 +61,17 @@ def test_every_slot_drafts_the_token_behind_it(tiny_llama):
             torch.testing.assert_close(drafted.hidden_NH[n], other.hidden_NH[where[anchor, depth - 1]], atol=1e-5, rtol=1e-4)
             compared += 1
     assert compared > 10
+
+
+@torch.no_grad()
+def test_slots_see_those_behind_them(tiny_llama):
+    """A block is not causal: the first draft's state is another one where more masked slots follow."""
+    longer, shorter = (net_for(tiny_llama, replace(CONFIG, block=block)) for block in (5, 4))
+    (_, _, five), (_, _, four) = (drafted_of(net, tiny_llama, chat(TEXT), 1) for net in (longer, shorter))
+    assert not torch.allclose(five.hidden_NH, four.hidden_NH, atol=1e-3)
+    longer.causal = shorter.causal = True
+    (_, _, five), (_, _, four) = (drafted_of(net, tiny_llama, chat(TEXT), 1) for net in (longer, shorter))
+    torch.testing.assert_close(five.hidden_NH, four.hidden_NH, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
