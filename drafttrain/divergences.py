@@ -4,7 +4,7 @@
     c = the target's probability of that vocabulary,  alpha = sum_v min(c p(v), q(v)) = how often a draft from q is accepted
 
 With a full vocabulary c = 1, and a draft vocabulary is otherwise left to p, which sums to 1 over it: only the divergences made of
-alpha (LKAlpha, LKLambda) know of the words that cannot be said. A divergence is row-wise: it gives one number for each element and
+alpha (LKAlpha, LKLambda, Confidence) know of the words that cannot be said. A divergence is row-wise: it gives one number for each element and
 knows nothing of depths, sums or ranks. What nobody asks for is not computed.
 
 Shapes: N elements, M rows of the target that teach them, H drafter width, D target width, V draft vocabulary.

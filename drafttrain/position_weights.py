@@ -112,7 +112,9 @@ class DPace(PositionWeight):
 
     def __post_init__(self):
         if not 0 <= self.smoothing < 1:
-            raise UserError(f"smoothing of DPace is {self.smoothing}, but must be 0 or more and below 1 (1 is Uniform's kind).")
+            raise UserError(
+                f"smoothing of DPace is {self.smoothing}, but must be 0 or more and below 1, where guesses would not count."
+            )
 
     def of_guesses(self, guesses: Guesses) -> Tensor:
         return _expected_reach(guesses, self.smoothing)

@@ -38,6 +38,8 @@ class DrafterConfig:
 
     def _check_vocabulary(self) -> None:
         size = self.draft_vocab
+        if not 0 <= self.least_coverage <= 1:
+            raise UserError(f"drafter.init_args.least_coverage is {self.least_coverage}, but is a share between 0 and 1.")
         if size is None or size == "best":
             return
         if not (0 < size <= 1 if isinstance(size, float) else size >= 1):

@@ -57,8 +57,6 @@ class Eagle3(DrafterConfig):
             raise UserError(f"drafter.init_args.taps is {list(self.taps)}, but must be distinct ascending 0-based layer numbers.")
         if self.head_rank is not None and self.head_rank < 1:
             raise UserError(f"drafter.init_args.head_rank is {self.head_rank}, but must be at least 1, or null for a dense head.")
-        if not 0 <= self.least_coverage <= 1:
-            raise UserError(f"drafter.init_args.least_coverage is {self.least_coverage}, but is a share between 0 and 1.")
 
     def taps_of(self, target: Target) -> tuple[int, ...]:
         """The taps asked for, or the defaults for this target; raises UserError if the target has no such layers."""

@@ -21,6 +21,9 @@ from drafttrain.target.target import Target
 from drafttrain.types import Identity
 from drafttrain.vocab import DraftVocabulary
 
+RECORDED = {"class_path", "init_args", "identity", "facts"}
+"""Keys of drafter.json."""
+
 
 def save_drafter(
     folder: Path, net: DrafterNet, config: DrafterConfig, identity: Identity, facts: dict, weights: dict | None = None
@@ -42,11 +45,14 @@ def read_record(folder: Path) -> dict:
     restore_folder(Path(folder))
     file = Path(folder) / "drafter.json"
     try:
-        return json.loads(file.read_text())
+        record = json.loads(file.read_text())
     except FileNotFoundError:
         raise UserError(f"{folder} holds no trained drafter (no drafter.json); run train first.") from None
     except ValueError:
-        raise UserError(f"{file} is damaged; train again from checkpoints/last, or restore it.") from None
+        record = None
+    if not isinstance(record, dict) or not record.keys() >= RECORDED:
+        raise UserError(f"{file} is damaged; train again from checkpoints/last, or restore it.")
+    return record
 
 
 def check_identity(made_with: dict, target: Target, what: str) -> None:
@@ -73,8 +79,17 @@ def load_drafter(folder: Path, target: Target) -> tuple[DrafterNet, dict]:
         raise UserError(
             f"{folder}/drafter.safetensors cannot be read ({error}); train again from checkpoints/last, or restore it."
         ) from error
-    vocabulary = DraftVocabulary.from_d2t(tensors.pop("d2t"), target.vocab)
-    net = classes[record["class_path"]](**record["init_args"]).build(target, vocabulary)
+    if "d2t" not in tensors:
+        raise UserError(
+            f"{folder}/drafter.safetensors has no d2t, which says what its drafter's tokens are; train again, or restore it."
+        )
+    try:
+        config = classes[record["class_path"]](**record["init_args"])
+    except TypeError as error:
+        raise UserError(
+            f"{folder} holds a {record['class_path']} with other arguments than this version knows ({error}); update drafttrain."
+        ) from error
+    net = config.build(target, DraftVocabulary.from_d2t(tensors.pop("d2t"), target.vocab))
     own = net.state_dict()
     missing, extra = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
     wrong = [

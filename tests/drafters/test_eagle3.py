@@ -1,7 +1,10 @@
 """EAGLE-3: the two faces against each other, the layout against the chat written out by hand, the contract of what may be seen."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import load_drafter, save_drafter
@@ -127,6 +130,34 @@ def test_saved_and_loaded_is_the_same_net(tiny_llama, targets, tmp_path):
         load_drafter(tmp_path / "best", targets("qwen3"))
     (tmp_path / "best" / "drafter.safetensors").write_bytes(b"half")
     with pytest.raises(UserError, match="cannot be read"):
+        load_drafter(tmp_path / "best", tiny_llama)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda record: [], r"drafter.json is damaged"),
+        (lambda record: {"class_path": "Eagle3", "init_args": {}}, r"drafter.json is damaged"),
+        (
+            lambda record: record | {"init_args": record["init_args"] | {"later": 1}},
+            r"other arguments than this version knows .*later",
+        ),
+        (lambda record: record | {"init_args": None}, r"other arguments than this version knows"),
+    ],
+)
+def test_a_record_of_something_else_is_one_sentence(tiny_llama, tmp_path, change, sentence):
+    net, file = net_for(tiny_llama), tmp_path / "best" / "drafter.json"
+    save_drafter(file.parent, net, net.config, tiny_llama.identity, {})
+    file.write_text(json.dumps(change(json.loads(file.read_text()))))
+    with pytest.raises(UserError, match=sentence):
+        load_drafter(file.parent, tiny_llama)
+
+
+def test_weights_that_do_not_say_their_tokens_are_one_sentence(tiny_llama, tmp_path):
+    net = net_for(tiny_llama)
+    save_drafter(tmp_path / "best", net, net.config, tiny_llama.identity, {})
+    save_file(net.state_dict(), tmp_path / "best" / "drafter.safetensors")
+    with pytest.raises(UserError, match="has no d2t"):
         load_drafter(tmp_path / "best", tiny_llama)
 
 

@@ -1,5 +1,7 @@
 """The two faces of every drafter against each other, and the contract of what a draft may see. A new drafter adds a line to `DRAFTERS`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from drafters.test_eagle3 import chat
@@ -63,6 +65,12 @@ def net_for(target, config):
 
 def test_every_drafter_is_here():
     assert {type(config).__name__ for config in DRAFTERS.values()} == set(known_drafters())
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, float("nan")])
+def test_a_coverage_that_is_no_share_is_refused(config, share):
+    with pytest.raises(UserError, match="least_coverage is .*, but is a share"):
+        replace(config, least_coverage=share)
 
 
 def drafted_of(net, target, sequences, depth=4):
