@@ -6,9 +6,10 @@ Ankner et al. 2024, arXiv 2402.05109).
     r = P u + SiLU(U_1 u + b_1);  r <- r + SiLU(U_l r + b_l), l = 2..layers         (P = 1 where u is as wide as r)
     q_k = head(r)                                    predicts x_{A+k}
 
-c is the final state of row A-1; with `prefix` (Hydra++) that of one more decoder block over the final states of all rows before A. A
-residual layer begins as nothing, so r = c, and without `prefix` training starts from what the target itself says. The head is the target's own, frozen and shared, or
-(`own_heads`) a trained one for each depth. Every layer has weights of its own (the first released codes tie them by accident).
+c is the final state of row A-1; with `prefix` (Hydra++) that of one more decoder block over the final states of all rows before
+A. A residual layer begins as nothing, so r = c, and without `prefix` training starts from what the target itself says. The head
+is the target's own, frozen and shared, or (`own_heads`) a trained one for each depth. Every layer has weights of its own (the
+first released codes tie them by accident).
 
 Own heads are one matrix [Vd, K H]: head k reads the k-th block of a row that is zero elsewhere, so `logits` need not be told the depth.
 
