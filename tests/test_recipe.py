@@ -197,7 +197,7 @@ def test_an_objective_is_put_together_in_the_recipe(base, write):
         (
             "SmoothL1",
             "SmoothL2",
-            "HardCrossEntropy, JSD, LKAlpha, LKLambda, ReverseKL, SmoothL1, SoftCrossEntropy, TopKCrossEntropy, Total",
+            "ReverseKL, Selection, SmoothL1, SoftCrossEntropy, TopKCrossEntropy, TotalVariation",
         ),
         (
             "DPace",

@@ -76,8 +76,8 @@ class Acceptance:
 
 
 def fingerprint(net: DrafterNet) -> str:
-    """Hash of a drafter's weights."""
-    digest = hashlib.sha256()
+    """Hash of a drafter's weights and of the tokens that it can say."""
+    digest = hashlib.sha256(net.vocabulary.ids.cpu().numpy().tobytes())
     for name, weight in sorted(net.state_dict().items()):
         digest.update(name.encode() + weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

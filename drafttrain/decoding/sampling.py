@@ -8,6 +8,7 @@ Letters: B rows, T positions, V vocabulary, C draws, S any number of leading siz
 """
 
 import hashlib
+import math
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +29,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k < 0:
+        if not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1 or self.top_k < 0:
             raise UserError(
                 f"sampling needs temperature >= 0, 0 < top_p <= 1 and top_k >= 0, but got {self.temperature}, {self.top_p} and {self.top_k}."
             )

@@ -164,9 +164,10 @@ class Benchmark:
         return found
 
     def _lengths(self) -> dict[int, Contender]:
-        """The first chain with 1, 2, ... drafts; {} where there is none, or none is asked for."""
+        """The first chain with 1, 2, ... drafts, as far as the drafter goes; {} where there is none, or none is asked for."""
         chains = [c.method for c in self._able(self.samplings[0]) if isinstance(c.method, Chain)]
-        lengths = range(1, (self.config.longest or 0) + 1)
+        longest = self.config.longest or 0
+        lengths = range(1, min(longest, self.net.deepest or longest) + 1)
         found = {k: replace(chains[0], drafts=k) for k in lengths} if chains else {}
         return {k: Contender(chain.label, self.target, self.net, chain) for k, chain in found.items()}
 
