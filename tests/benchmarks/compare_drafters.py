@@ -110,7 +110,7 @@ class Runner:
 
 
 class Windows(IterableDataset):
-    """Sequences of every step, and the layout and counts of every runner; those with the same layout share it."""
+    """Sequences of every step, and the layout and counts of every runner; those of equal drafters share them."""
 
     def __init__(self, stream, runners):
         self.stream, self.runners = stream, runners
@@ -121,7 +121,7 @@ class Windows(IterableDataset):
             sequences = self.stream.sequences(self.stream.share.micro_rows(first, 0))
             layouts, made = [], {}
             for runner in self.runners:
-                key = (runner.depth, len(runner.net.vocabulary.ids), getattr(runner.net, "anchors", None))
+                key = repr(runner.recipe.drafter)
                 if key not in made:
                     made[key] = runner.net.layout(sequences, numbers=[(0, first + b) for b in range(len(sequences.ids_BT))])
                 layouts.append((made[key], runner.objective.counts(made[key], runner.depth)))
@@ -164,8 +164,9 @@ def train(args, entries) -> None:
         for runner, (layout, window) in zip(runners, layouts, strict=True):
             own = runner.net.needs.taps
             mine = replace(features, taps_BTAD=features.taps_BTAD[:, :, [taps.index(tap) for tap in own]])
-            layout = there.setdefault(id(layout), layout.to(device))
-            runner.step(number, sequences, mine, layout, window)
+            if id(layout) not in there:
+                there[id(layout)] = layout.to(device)
+            runner.step(number, sequences, mine, there[id(layout)], window)
         if number % 100 == 99:
             last = ", ".join(f"{r.name} {float(torch.stack(r.losses[-20:]).mean()):.3f}" for r in runners)
             print(f"step {number + 1}, {time.monotonic() - began:.0f} s: {last}", flush=True)
