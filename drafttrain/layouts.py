@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from drafttrain.types import Layout, Sequences
 
@@ -69,10 +70,7 @@ def thinned_layout(
     Shares do not grow with depth. `numbers[b]` seed the draw of row b, as in `some_anchors`.
     """
     run_BT = run_lengths(sequences)
-    drawn = []
-    for row, number in zip(_anchors(sequences, run_BT), numbers, strict=True):
-        at_A = row.nonzero()[:, 0]
-        drawn.append(at_A[torch.from_numpy(np.random.default_rng(list(number)).permutation(len(at_A)))])
+    drawn = _drawn(_anchors(sequences, run_BT), numbers)
     return ThinnedLayout(*_elements(sequences, run_BT, drawn, share_K, speakable_V))
 
 
@@ -121,11 +119,16 @@ def some_anchors(sequences: Sequences, most: int, numbers: Sequence[Sequence[int
     """
     anchors_BT = _anchors(sequences, run_lengths(sequences))
     keep_BT = torch.zeros_like(anchors_BT)
-    for b, number in enumerate(numbers):
-        at = anchors_BT[b].nonzero()[:, 0]
-        drawn = np.random.default_rng(list(number)).permutation(len(at))[:most]
-        keep_BT[b, at[torch.from_numpy(drawn)]] = True
+    for b, at_A in enumerate(_drawn(anchors_BT, numbers)):
+        keep_BT[b, at_A[:most]] = True
     return keep_BT
+
+
+def _drawn(anchors_BT: Tensor, numbers: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The anchors of each row [A], in an order that the row's own numbers seed."""
+    places = [row.nonzero()[:, 0] for row in anchors_BT]
+    orders = [np.random.default_rng(list(number)).permutation(len(at_A)) for at_A, number in zip(places, numbers, strict=True)]
+    return [at_A[torch.from_numpy(order)] for at_A, order in zip(places, orders, strict=True)]
 
 
 def _anchors(sequences: Sequences, run_BT: Tensor) -> Tensor:
@@ -140,3 +143,67 @@ def chain_visibility(sequences: Sequences, query_BQ: Tensor) -> Tensor:
     document_Q = sequences.document_BT.gather(1, row)
     keys_T = torch.arange(T, device=row.device)
     return (keys_T <= row[:, :, None]) & (sequences.document_BT[:, None, :] == document_Q[:, :, None])
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """Who sees whom where a block of S slots stands behind each drafting row: slot s sees the feature rows that its drafting row sees, of them
+    those within the window of its own position, and of its own block all slots (`causal`: those up to s).
+
+    Of the one rule are made a dense mask and the block mask of a fused kernel.
+    """
+
+    sequences: Sequences
+    query_BQ: Tensor
+    """Feature row of each block, A-1; -1 pads."""
+    slots: int
+    causal: bool = False
+    window: int | None = None
+    """Positions that a slot sees, its own counted; None: all."""
+
+    @property
+    def position_BQS(self) -> Tensor:
+        """Position of every slot: the anchor stands behind its row, at slot 0."""
+        slot_S = torch.arange(self.slots, device=self.query_BQ.device)
+        return self.sequences.position_BT.gather(1, self.query_BQ.clamp(min=0))[..., None] + 1 + slot_S
+
+    def context(self) -> Tensor:
+        """[B, Q, S, T] (or one slot for all of a block, where there is no window): which rows a slot sees."""
+        seen_BQ1T = chain_visibility(self.sequences, self.query_BQ)[:, :, None]
+        if self.window is None:
+            return seen_BQ1T
+        return seen_BQ1T & within(self.window, self.sequences.position_BT[:, None, None], self.position_BQS[..., None])
+
+    def own(self) -> Tensor:
+        """[S, S]: which slots of its block a slot sees."""
+        return own_slots(self.slots, self.causal, self.query_BQ.device)
+
+    def block_mask(self) -> BlockMask:
+        """For `attend_blocks_fused`: queries are slots, block after block; keys the context, then all slots."""
+        document_BT, position_BT, row_BQ = self.sequences.document_BT, self.sequences.position_BT, self.query_BQ.clamp(min=0)
+        T, S = document_BT.shape[1], self.slots
+        B, Q = row_BQ.shape
+        document_BQ, position_BN = document_BT.gather(1, row_BQ), self.position_BQS.flatten(1)
+
+        def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            block, row, other = query // S, key.clamp(max=T - 1), (key - T).clamp(min=0)
+            context = (key < T) & (row <= row_BQ[b, block]) & (document_BT[b, row] == document_BQ[b, block])
+            if self.window is not None:
+                context = context & within(self.window, position_BT[b, row], position_BN[b, query])
+            own = (key >= T) & (other // S == block)
+            if self.causal:
+                own = own & (other <= query)
+            return context | own
+
+        return create_block_mask(sees, B, None, Q * S, T + Q * S, device=row_BQ.device)
+
+
+def within(window: int, key_position: Tensor, position: Tensor) -> Tensor:
+    """Which keys stand among the last `window` positions, its own counted, of what looks at them."""
+    return key_position > position - window
+
+
+def own_slots(slots: int, causal: bool, device: torch.device) -> Tensor:
+    """[S, S]: which slots of its own block a slot sees."""
+    all_SS = torch.ones(slots, slots, dtype=torch.bool, device=device)
+    return all_SS.tril() if causal else all_SS

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from drafttrain.drafters.decoder import DecoderShape
@@ -35,6 +36,10 @@ class DrafterConfig:
     def taps_of(self, target: Target) -> tuple[int, ...]:
         """Layers of this target that the drafter reads; raises UserError if the target has no such layers."""
         raise NotImplementedError
+
+    def _check_taps(self, taps: list[int]) -> None:
+        if list(taps) != sorted(set(taps)) or any(tap < 0 for tap in taps):
+            raise UserError(f"drafter.init_args.taps is {list(taps)}, but must be distinct ascending 0-based layer numbers.")
 
     def _check_vocabulary(self) -> None:
         size = self.draft_vocab
@@ -77,6 +82,8 @@ class DrafterNet(nn.Module):
 
     config: Any
     shape: DecoderShape
+    embedding: Frozen
+    """The target's table of embeddings."""
     vocabulary: DraftVocabulary
     needs: Needs
     speakable_V: Tensor
@@ -98,6 +105,16 @@ class DrafterNet(nn.Module):
         """What layouts and proposers look up of it."""
         self.vocabulary, self.speaks_V = vocabulary, vocabulary.t2d
         self.register_buffer("speakable_V", vocabulary.ids, persistent=False)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the trained weights."""
+        raise NotImplementedError
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """What the target's first layer reads, frozen, in the type of the trained weights: [..., H]."""
+        with torch.no_grad():
+            return self.embedding.module(ids).to(self.dtype)
 
     @property
     def per_word(self) -> int:

@@ -9,28 +9,33 @@ Slots of a block see each other (or, `causal`, those before them) and the featur
 says which slot predicts which depth: in `1+N` slot 0 is the known anchor and slot k predicts x_{A+k}, so S-1 tokens are drafted; in
 `sample from anchor` slot k-1 predicts x_{A+k}, so S are. The two are never confused: the number of a slot is computed in one place (`first`).
 
-States do not depend on drafted tokens, so `step` hands out the next slot, whatever was said before it: trees come from the marginals of the
-slots, and a head that looks at the token before (`prev`) is the only thing that ties them together.
+States do not depend on drafted tokens (parallel.py); a head that looks at the token before (`prev`) is the only thing that ties the slots of a block
+together.
 
 Shapes: B batch, T tokens, Q blocks, S slots of a block, K depths, L layers, A taps, D target width, H width, R rows of a call, W nodes of a call,
 G key/value heads, M slots of the cache, E slots looked at.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from drafttrain.drafters.base import DrafterNet, Frozen
+from drafttrain.drafters.base import DrafterConfig, Frozen, Needs
 from drafttrain.drafters.decoder import MLP, Attention, DecoderShape, RMSNorm
-from drafttrain.drafters.tree_state import ContextState, last_of
-from drafttrain.layouts import chain_layout, some_anchors
+from drafttrain.drafters.head import TargetHead
+from drafttrain.drafters.mask_token import mask_token
+from drafttrain.drafters.parallel import DraftState, ParallelNet
+from drafttrain.drafters.tree_state import last_of
+from drafttrain.errors import UserError
+from drafttrain.layouts import BlockRule, chain_layout, own_slots, some_anchors, within
 from drafttrain.ops.attention import attend
-from drafttrain.ops.blocks import BlockRule, attend_blocks, attend_blocks_fused
+from drafttrain.ops.blocks import attend_blocks, attend_blocks_fused
 from drafttrain.ops.rotary import Rotary, rotate
+from drafttrain.target.target import Target
 from drafttrain.types import Drafted, Features, Layout, Sequences
 from drafttrain.vocab import DraftVocabulary
 
@@ -67,62 +72,79 @@ class BlockLayer(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
-@dataclass(kw_only=True)
-class BlockState(ContextState):
-    """The projected context of all layers (L * G heads), and the slots of the block drafted last."""
+@dataclass(frozen=True)
+class _BlockDrafter(DrafterConfig):
+    """Options of the family."""
 
-    block_BKH: Tensor
-    level: int = 0
-    """Depth of the tokens stepped last."""
+    least_block: ClassVar[int] = 2
+    """Slots of a block that drafts one token."""
 
-    def forget(self, extent: int) -> None:
-        super().forget(extent)
-        self.level = 0
+    block: int = 8
+    """Slots of a block."""
+    layers: int = 5
+    """Decoder layers."""
+    taps: list[int] = field(default_factory=list)
+    """Layers whose outputs are fused, 0-based, ascending. Empty: as many as the drafter has layers, evenly from 1 to n-3 of the target's n."""
+    anchors: int | None = 512
+    """Anchors drawn at random from each packed row, every time it comes; null: all."""
+    mask_token: int | None = None
+    """Token whose embedding stands for a masked one. null: a padding row of the target's embedding, else a reserved special token."""
+    window: int | None = None
+    """Context rows that a slot sees, its own position and those of the block counted; null: all."""
 
-    def buffers(self) -> list[Tensor]:
-        return [*super().buffers(), self.block_BKH]
+    def __post_init__(self):
+        for name, least in (("block", self.least_block), ("layers", 1), ("anchors", 1), ("window", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"drafter.init_args.{name} is {value}, but must be at least {least}.")
+        self._check_taps(self.taps)
+        self._check_vocabulary()
+
+    def taps_of(self, target: Target) -> tuple[int, ...]:
+        """The taps asked for, or the defaults for this target; raises UserError if the target has no such layers."""
+        taps = tuple(self.taps) or spread_taps(target.layers, self.layers)
+        target.check_taps(taps)
+        return taps
+
+    def parts(self, target: Target, vocabulary: DraftVocabulary) -> tuple[Any, ...]:
+        """What a net for this target is made of, besides this."""
+        embedding, mask = Frozen(target.model.get_input_embeddings()), mask_token(target, self.mask_token)
+        return DecoderShape.of(target), self.taps_of(target), mask, vocabulary, embedding, TargetHead(target, vocabulary)
 
 
-class BlockNet(DrafterNet):
-    """Base of drafters that propose a block in one pass."""
+class BlockNet(ParallelNet):
+    """Base of drafters that propose a block in one pass; they speak with the target's head."""
 
+    config: _BlockDrafter
     words: tuple[str, ...] = ()
-    parallel = True
     first = 1
     """The slot that predicts depth 1: 1 in the layout 1+N, 0 where the anchor's own slot does."""
     causal = False
     """Whether a slot sees only slots before it, and itself, of its block."""
 
     def __init__(
-        self, shape: DecoderShape, taps: tuple[int, ...], layers: int, slots: int, mask: int, anchors: int | None,
-        window: int | None, vocabulary: DraftVocabulary, embedding: Frozen, make_layer: Callable[[DecoderShape], BlockLayer] = BlockLayer,
+        self, config: _BlockDrafter, shape: DecoderShape, taps: tuple[int, ...], mask: int, vocabulary: DraftVocabulary, embedding: Frozen,
+        head: TargetHead,
     ):  # fmt: skip
         super().__init__()
-        self.shape, self.embedding, self.slots, self.mask, self.anchors, self.window = (
-            shape,
-            embedding,
-            slots,
-            mask,
-            anchors,
-            window,
-        )
+        self.config, self.shape, self.embedding, self.head, self.mask = config, shape, embedding, head, mask
+        self.slots, self.deepest, self.unsaid = config.block, config.block - self.first, (mask,)
+        self.needs = Needs(taps, self.deepest)
         self.fc = nn.Linear(len(taps) * shape.target_hidden, shape.hidden, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden, shape.rms_eps)
-        self.layers: Any = nn.ModuleList(make_layer(shape) for _ in range(layers))
+        self.layers = nn.ModuleList(self.make_layer() for _ in range(config.layers))
         self.norm = RMSNorm(shape.hidden, shape.rms_eps)
         self.rotary = Rotary(shape.head_dim, shape.max_positions, shape.rope_parameters)
         self.take_vocabulary(vocabulary)
-        self.deepest, self.unsaid = slots - self.first, (mask,)
+
+    def make_layer(self) -> BlockLayer:
+        """A fresh layer."""
+        return BlockLayer(self.shape)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the trained weights."""
         return self.fc.weight.dtype
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Frozen embedding of the target, [..., H]."""
-        with torch.no_grad():
-            return self.embedding.module(ids).to(self.dtype)
 
     def fuse(self, features: Features) -> Tensor:
         """C, the context that every layer reads: [B, T, H]."""
@@ -134,28 +156,20 @@ class BlockNet(DrafterNet):
         ids_RQS[..., 1:] = self.mask
         return self.embed(ids_RQS)
 
-    def own_visible(self, device: torch.device) -> Tensor:
-        """[S, S]: which slots of its block a slot sees."""
-        all_SS = torch.ones(self.slots, self.slots, dtype=torch.bool, device=device)
-        return all_SS.tril() if self.causal else all_SS
-
-    def near(self, position_S: Tensor, key_position: Tensor) -> Tensor:
-        """Context within the window of each slot."""
-        return key_position > position_S - (self.window or self.shape.max_positions + self.slots)
-
     # ---- training face -------------------------------------------------------------------------------------------------
 
     def layout(self, sequences: Sequences, depth: int | None = None, numbers: list[tuple[int, ...]] | None = None) -> Layout:
         depth = depth or self.needs.depth
         self.require_drafts(depth, "a layout")
-        keep_BT = None if numbers is None or self.anchors is None else some_anchors(sequences, self.anchors, numbers)
+        most = self.config.anchors
+        keep_BT = None if numbers is None or most is None else some_anchors(sequences, most, numbers)
         return chain_layout(sequences, depth, self.speaks_V, keep_BT)
 
     def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
         """One block behind the anchor of every drafting row."""
         ids_BT, row_BQ = sequences.ids_BT, layout.query_BQ.clamp(min=0)
         anchor_BQ = ids_BT.gather(1, (row_BQ + 1).clamp(max=ids_BT.shape[1] - 1))
-        rule = BlockRule(sequences.document_BT, sequences.position_BT, row_BQ, self.slots, self.causal, self.window)
+        rule = BlockRule(sequences, layout.query_BQ, self.slots, self.causal, self.config.window)
         attend_all = self._attention(rule)
         context_BTH, x_BQSH = self.fuse(features), self.stream(anchor_BQ)
         B, Q, S, H = x_BQSH.shape
@@ -186,18 +200,9 @@ class BlockNet(DrafterNet):
 
     # ---- decoding face -------------------------------------------------------------------------------------------------
 
-    def begin(self, batch: int, capacity: int, nodes: int) -> BlockState:
-        shape, like = self.shape, self.fc.weight
-        keys = like.new_zeros(batch, len(self.layers) * shape.kv_heads, capacity, shape.head_dim)
-        assert self.deepest is not None
-        return BlockState(
-            keys=keys, values=torch.zeros_like(keys), length_B=torch.zeros(batch, dtype=torch.long, device=like.device), width=batch,
-            block_BKH=like.new_zeros(batch, self.deepest, shape.hidden),
-        )  # fmt: skip
-
     @torch.no_grad()
     def commit(
-        self, state: BlockState, rows_R: Tensor | None, features: Features, tokens_RT: Tensor, counts_R: Tensor, extent: int
+        self, state: DraftState, rows_R: Tensor | None, features: Features, tokens_RT: Tensor, counts_R: Tensor, extent: int
     ) -> Tensor:
         rows = state.rows if rows_R is None else rows_R
         slots_RT = state.ahead(rows, tokens_RT.shape[1])
@@ -211,16 +216,18 @@ class BlockNet(DrafterNet):
         state.forget(extent)
         (anchor_R11,) = last_of(counts_R, tokens_RT[..., None])
         block_RKH = self._block(state, rows_R, state.length_B[rows], anchor_R11[..., 0])
-        state.block_BKH[rows] = block_RKH
+        state.drafts_BKH[rows] = block_RKH
         return block_RKH[:, 0]
 
-    def _block(self, state: BlockState, rows_R: Tensor | None, length_R: Tensor, anchor_R1: Tensor) -> Tensor:
+    def _block(self, state: DraftState, rows_R: Tensor | None, length_R: Tensor, anchor_R1: Tensor) -> Tensor:
         """States of all drafts behind these anchors [R, K, H]."""
         x_RSH = self.stream(anchor_R1)[:, 0]
         position_RS = length_R[:, None] + torch.arange(self.slots, device=length_R.device)
         turn = self.rotary(position_RS, x_RSH.dtype)
-        seen_RSE = (state.slots() < length_R[:, None])[:, None] & self.near(position_RS[..., None], state.slots())
-        own_RSS = self.own_visible(length_R.device).expand(len(length_R), -1, -1)
+        seen_RSE = (state.slots() < length_R[:, None])[:, None].expand(-1, self.slots, -1)
+        if self.config.window is not None:
+            seen_RSE = seen_RSE & within(self.config.window, state.slots(), position_RS[..., None])
+        own_RSS = own_slots(self.slots, self.causal, length_R.device).expand(len(length_R), -1, -1)
         visible_R1SX = torch.cat([seen_RSE, own_RSS], dim=2)[:, None]
         keys, values = state.context(rows_R)
         G = self.shape.kv_heads
@@ -235,10 +242,9 @@ class BlockNet(DrafterNet):
             x_RSH = layer(x_RSH, partial(attended, layer.self_attn, slice(number * G, (number + 1) * G)))
         return self.norm(x_RSH)[:, self.first :]
 
-    @torch.no_grad()
-    def step(self, state: BlockState, tokens_BW: Tensor, parents_BW: Tensor) -> Tensor:
-        state.level += 1
-        return state.block_BKH[: state.width, state.level, None].expand(-1, tokens_BW.shape[1], -1)
 
-    def ahead(self, state: BlockState) -> Tensor:
-        return state.block_BKH[: state.width]
+def spread_taps(layers: int, count: int) -> tuple[int, ...]:
+    """`count` layer numbers spread evenly from 1 to n-3, as published; fewer where the target has not so many."""
+    if count == 1 or layers < 5:
+        return (max(min(layers // 2, layers - 2), 0),)
+    return tuple(sorted({round(1 + i * (layers - 4) / (count - 1)) for i in range(count)}))

@@ -23,15 +23,15 @@ Shapes: B batch, N slots of all blocks, Q blocks, S slots of a block, H width, Y
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from drafttrain.drafters.block import BlockLayer
-from drafttrain.drafters.block_drafter import TiedBlockNet, _BlockDrafter
 from drafttrain.drafters.decoder import DecoderShape
+from drafttrain.drafters.tied_block import TiedBlockNet, _TiedBlockDrafter
 from drafttrain.errors import UserError
 from drafttrain.target.target import Target
 from drafttrain.types import Drafted, Features, Layout, Sequences
@@ -43,7 +43,7 @@ BELOW = 60.0
 
 
 @dataclass(frozen=True)
-class DFlash2(_BlockDrafter):
+class DFlash2(_TiedBlockDrafter):
     """DFlash 2: slot 0 is the anchor, so a block of 8 drafts 7 tokens."""
 
     window: int | None = 2048
@@ -66,7 +66,7 @@ class DFlash2(_BlockDrafter):
                 f"drafter.init_args.group is {self.group}, but must divide this target's width of {target.hidden}; try "
                 f"{math.gcd(self.group, target.hidden)}."
             )
-        return DFlash2Net(self, target, vocabulary).to(target.device)
+        return DFlash2Net(self, *self.parts(target, vocabulary)).to(target.device)
 
 
 class DynamicConv(nn.Module):
@@ -127,10 +127,15 @@ class DFlash2Net(TiedBlockNet):
 
     words = ("candidate_selector.successor_codebook.weight",)
 
-    def __init__(self, config: DFlash2, target: Target, vocabulary: DraftVocabulary):
-        super().__init__(config, target, vocabulary, partial(ConvLayer, slots=config.block, group=config.group))
+    config: DFlash2
+
+    def __init__(self, config: DFlash2, *parts: Any):
+        super().__init__(config, *parts)
         self.candidates = config.candidates
-        self.candidate_selector = CandidateSelector(target.vocab, len(vocabulary.ids), self.shape.hidden, config.rank)
+        self.candidate_selector = CandidateSelector(self.shape.vocab, len(self.vocabulary.ids), self.shape.hidden, config.rank)
+
+    def make_layer(self) -> BlockLayer:
+        return ConvLayer(self.shape, self.config.block, self.config.group)
 
     def known(self, hidden_NH: Tensor) -> tuple[Tensor, ...]:
         """Logits of the first head, its candidates, and the state as the selector reads it."""

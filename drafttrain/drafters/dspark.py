@@ -17,19 +17,19 @@ Shapes: N rows, H width, r rank, V target vocabulary, Vd draft vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from drafttrain.drafters.block_drafter import TiedBlockNet, _BlockDrafter
+from drafttrain.drafters.tied_block import TiedBlockNet, _TiedBlockDrafter
 from drafttrain.target.target import Target
 from drafttrain.types import Drafted, Features, Layout, Sequences
 from drafttrain.vocab import DraftVocabulary
 
 
 @dataclass(frozen=True)
-class DSpark(_BlockDrafter):
+class DSpark(_TiedBlockDrafter):
     """DSpark with the vanilla Markov head."""
 
     least_block: ClassVar[int] = 1
@@ -37,7 +37,7 @@ class DSpark(_BlockDrafter):
     """Slots of a block, each of which drafts a token, the anchor's too."""
 
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "DSparkNet":
-        return DSparkNet(self, target, vocabulary).to(target.device)
+        return DSparkNet(self, *self.parts(target, vocabulary)).to(target.device)
 
 
 class MarkovHead(nn.Module):
@@ -65,9 +65,9 @@ class DSparkNet(TiedBlockNet):
     first = 0
     words = ("markov_head.markov_w2.weight",)
 
-    def __init__(self, config: DSpark, target: Target, vocabulary: DraftVocabulary):
-        super().__init__(config, target, vocabulary)
-        self.markov_head = MarkovHead(target.vocab, len(vocabulary.ids), config.rank)
+    def __init__(self, config: DSpark, *parts: Any):
+        super().__init__(config, *parts)
+        self.markov_head = MarkovHead(self.shape.vocab, len(self.vocabulary.ids), config.rank)
         self.confidence_head = ConfidenceHead(self.shape.hidden + config.rank)
 
     def known(self, hidden_NH: Tensor) -> tuple[Tensor, ...]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from drafttrain.drafters.base import DrafterConfig, Frozen, Needs
 from drafttrain.drafters.decoder import DecoderShape, FusedInputLayer, RMSNorm
-from drafttrain.drafters.head import LowRankHead, make_head
+from drafttrain.drafters.head import begin_as_target, make_head
 from drafttrain.drafters.unrolled import UnrolledNet
 from drafttrain.errors import UserError
 from drafttrain.target.target import Target
@@ -53,15 +53,13 @@ class Eagle3(DrafterConfig):
         if self.depth < 1:
             raise UserError(f"drafter.init_args.depth is {self.depth}, but a drafter drafts at least 1 token.")
         self._check_vocabulary()
-        if list(self.taps) != sorted(set(self.taps)) or any(tap < 0 for tap in self.taps):
-            raise UserError(f"drafter.init_args.taps is {list(self.taps)}, but must be distinct ascending 0-based layer numbers.")
+        self._check_taps(self.taps)
         if self.head_rank is not None and self.head_rank < 1:
             raise UserError(f"drafter.init_args.head_rank is {self.head_rank}, but must be at least 1, or null for a dense head.")
 
     def taps_of(self, target: Target) -> tuple[int, ...]:
         """The taps asked for, or the defaults for this target; raises UserError if the target has no such layers."""
-        n = target.layers
-        taps = tuple(self.taps) or tuple(sorted({min(1, n - 2), max(n // 2 - 1, 0), max(n - 4, 0)}))
+        taps = tuple(self.taps) or target.default_taps
         target.check_taps(taps)
         return taps
 
@@ -73,8 +71,7 @@ class Eagle3(DrafterConfig):
             )
         embedding = Frozen(target.model.get_input_embeddings())
         net = Eagle3Net(self, DecoderShape.of(target), self.taps_of(target), vocabulary, embedding)
-        if target.device.type != "meta":
-            net.start_head(target.head_weight[vocabulary.ids.to(target.device)])
+        begin_as_target(net.lm_head, target, vocabulary)
         return net.to(target.device)
 
 
@@ -94,14 +91,6 @@ class Eagle3Net(UnrolledNet):
         self.lm_head: Any = make_head(shape.hidden, len(vocabulary.ids), config.head_rank)
         if config.head_rank is not None:
             self.words = ("lm_head.up.weight",)
-
-    def start_head(self, weight_VH: Tensor) -> None:
-        """The head begins as the target's own, or as near to it as its rank allows."""
-        if isinstance(self.lm_head, LowRankHead):
-            self.lm_head.approximate(weight_VH)
-        else:
-            with torch.no_grad():
-                self.lm_head.weight.copy_(weight_VH)
 
     @property
     def layer(self) -> FusedInputLayer:

@@ -47,6 +47,19 @@ def make_head(width: int, words: int, rank: int | None) -> nn.Module:
     return nn.Linear(width, words, bias=False) if rank is None else LowRankHead(width, rank, words)
 
 
+def begin_as_target(head: nn.Linear | LowRankHead, target: Target, vocabulary: DraftVocabulary, times: int = 1) -> None:
+    """A fresh head says what the target's own does of the draft vocabulary, or comes as near as its rank allows. A head that reads several
+    states beside each other has that many copies. An outline of a target (meta) has nothing to copy."""
+    if target.device.type == "meta":
+        return
+    weight_VH = target.head_weight[vocabulary.ids.to(target.device)]
+    if isinstance(head, LowRankHead):
+        head.approximate(weight_VH)
+    else:
+        with torch.no_grad():
+            head.weight.copy_(weight_VH.repeat(1, times))
+
+
 class TargetHead:
     """The target's own head on the draft vocabulary. No module: it is neither trained, nor saved, nor broadcast."""
 

@@ -26,7 +26,7 @@ from torch.nn.functional import silu
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet, Frozen, Needs
 from drafttrain.drafters.decoder import DecoderShape, Layer, RMSNorm
-from drafttrain.drafters.head import TargetHead
+from drafttrain.drafters.head import TargetHead, begin_as_target
 from drafttrain.drafters.tree_state import ContextState, last_of
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, chain_visibility
@@ -60,9 +60,8 @@ class _Heads(DrafterConfig):
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "HeadsNet":
         embedding = Frozen(target.model.get_input_embeddings())
         net = HeadsNet(self, DecoderShape.of(target), vocabulary, embedding, TargetHead(target, vocabulary))
-        if self.own_heads and target.device.type != "meta":
-            with torch.no_grad():
-                net.lm_head.weight.copy_(target.head_weight[vocabulary.ids.to(target.device)].repeat(1, self.heads))
+        if self.own_heads:
+            begin_as_target(net.lm_head, target, vocabulary, times=self.heads)
         return net.to(target.device)
 
     @property
@@ -196,11 +195,6 @@ class HeadsNet(DrafterNet):
 
     def logits(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:
         return self.lm_head(hidden_NH) if self.config.own_heads else self.target_head(hidden_NH)
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Frozen embedding of the target, [..., H]."""
-        with torch.no_grad():
-            return self.embedding.module(ids).to(self.dtype)
 
     def ask(self, depth: int, base_BWH: Tensor, path_BWK: Tensor) -> Tensor:
         """What head `depth` says of the anchor and the drafted tokens in front of it, path[..., :depth]: [B, W, H], or with own heads

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from drafttrain.drafters.base import DrafterConfig, DrafterNet, Frozen, Needs
-from drafttrain.drafters.block import BlockState
+from drafttrain.drafters.base import DrafterConfig, Frozen, Needs
 from drafttrain.drafters.decoder import DecoderShape, FusedInputLayer, Layer, RMSNorm
+from drafttrain.drafters.head import begin_as_target
 from drafttrain.drafters.mask_token import mask_token
+from drafttrain.drafters.parallel import DraftState, ParallelNet
 from drafttrain.drafters.tree_state import last_of
 from drafttrain.errors import UserError
 from drafttrain.layouts import ThinnedLayout, chain_layout, chain_visibility, thinned_layout, thinned_width
@@ -70,8 +71,7 @@ class PEagle(DrafterConfig):
         for name in ("cod_ratio", "cod_least"):
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"drafter.init_args.{name} is {getattr(self, name)}, but is a share: above 0, up to 1.0.")
-        if list(self.taps) != sorted(set(self.taps)) or any(tap < 0 for tap in self.taps):
-            raise UserError(f"drafter.init_args.taps is {list(self.taps)}, but must be distinct ascending 0-based layer numbers.")
+        self._check_taps(self.taps)
         self._check_vocabulary()
 
     def share(self, depth: int) -> float:
@@ -80,17 +80,14 @@ class PEagle(DrafterConfig):
 
     def taps_of(self, target: Target) -> tuple[int, ...]:
         """The taps asked for, or the defaults for this target; raises UserError if the target has no such layers."""
-        n = target.layers
-        taps = tuple(self.taps) or tuple(sorted({min(1, n - 2), max(n // 2 - 1, 0), max(n - 4, 0)}))
+        taps = tuple(self.taps) or target.default_taps
         target.check_taps(taps)
         return taps
 
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "PEagleNet":
         embedding, mask = Frozen(target.model.get_input_embeddings()), mask_token(target, self.mask_token)
         net = PEagleNet(self, DecoderShape.of(target), self.taps_of(target), mask, vocabulary, embedding)
-        if target.device.type != "meta":
-            with torch.no_grad():
-                net.lm_head.weight.copy_(target.head_weight[vocabulary.ids.to(target.device)])
+        begin_as_target(net.lm_head, target, vocabulary)
         return net.to(target.device)
 
 
@@ -102,26 +99,8 @@ class FurtherLayer(Layer):
         self.input_layernorm = RMSNorm(shape.hidden, shape.rms_eps)
 
 
-@dataclass(kw_only=True)
-class PEagleState(BlockState):
-    """Keys of the context in every layer (L * G heads), and the states of the draft made last."""
-
-    def of_layer(
-        self, heads: slice, rows_R: Tensor | None, slots_RT: Tensor, key_RGTD: Tensor, value_RGTD: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Append context rows in one layer, whose heads these are. Returns the keys and values [R, G, S, D] of all slots looked at."""
-        rows, found = self.rows if rows_R is None else rows_R, []
-        for buffer, new_RGTD in ((self.keys, key_RGTD), (self.values, value_RGTD)):
-            buffer[rows[:, None], heads, slots_RT] = new_RGTD.transpose(1, 2)
-            seen = buffer[: self.width, heads, : self.extent]
-            found.append(seen if rows_R is None else seen[rows_R])
-        return found[0], found[1]
-
-
-class PEagleNet(DrafterNet):
+class PEagleNet(ParallelNet):
     """The trainable weights; tensor names are those of the serving format."""
-
-    parallel = True
 
     def __init__(
         self, config: PEagle, shape: DecoderShape, taps: tuple[int, ...], mask: int, vocabulary: DraftVocabulary, embedding: Frozen
@@ -145,11 +124,6 @@ class PEagleNet(DrafterNet):
     def dtype(self) -> torch.dtype:
         """Of the trained weights."""
         return self.fc.weight.dtype
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """Frozen embedding of the target, [..., H]."""
-        with torch.no_grad():
-            return self.embedding.module(ids).to(self.dtype)
 
     def fuse(self, taps_BTAD: Tensor) -> Tensor:
         """g [B, T, H]"""
@@ -211,17 +185,9 @@ class PEagleNet(DrafterNet):
 
     # ---- decoding face -------------------------------------------------------------------------------------------------
 
-    def begin(self, batch: int, capacity: int, nodes: int) -> PEagleState:
-        shape, like = self.shape, self.fc.weight
-        keys = like.new_zeros(batch, len(self.layers) * shape.kv_heads, capacity, shape.head_dim)
-        return PEagleState(
-            keys=keys, values=torch.zeros_like(keys), length_B=torch.zeros(batch, dtype=torch.long, device=like.device), width=batch,
-            block_BKH=like.new_zeros(batch, self.config.depth, shape.hidden),
-        )  # fmt: skip
-
     @torch.no_grad()
     def commit(
-        self, state: PEagleState, rows_R: Tensor | None, features: Features, tokens_RT: Tensor, counts_R: Tensor, extent: int
+        self, state: DraftState, rows_R: Tensor | None, features: Features, tokens_RT: Tensor, counts_R: Tensor, extent: int
     ) -> Tensor:
         """Append context rows and draft behind the last that counts, in one pass. Rows beyond `counts_R` are padding: they land behind
         the row's length, where nothing that counts looks, and are overwritten by what comes next."""
@@ -241,22 +207,13 @@ class PEagleNet(DrafterNet):
             attention, read = layer.self_attn, self.read(number, embedding, hidden)
             key, value = attention.keys_values(read)
             query, key, heads = rotate(attention.queries(read), *turn), rotate(key, *turn), slice(number * G, (number + 1) * G)
-            known = state.of_layer(heads, rows_R, slots_RT, key[:, :, :T], value[:, :, :T])
+            known = state.append(heads, rows_R, slots_RT, key[:, :, :T], value[:, :, :T])
             keys, values = (torch.cat([old, own[:, :, T:]], dim=2) for old, own in zip(known, (key, value), strict=True))
             hidden = layer.finish(hidden, attend(query, keys, values, visible_R1EX))
         said_REH = self.norm(hidden)
         draft_RKH = torch.cat([*last_of(counts_R, said_REH[:, :T]), said_REH[:, T:]], dim=1)
-        state.block_BKH[rows] = draft_RKH
+        state.drafts_BKH[rows] = draft_RKH
         return draft_RKH[:, 0]
-
-    @torch.no_grad()
-    def step(self, state: PEagleState, tokens_BW: Tensor, parents_BW: Tensor) -> Tensor:
-        """The next depth of the draft, whatever was said before it."""
-        state.level += 1
-        return state.block_BKH[: state.width, state.level, None].expand(-1, tokens_BW.shape[1], -1)
-
-    def ahead(self, state: PEagleState) -> Tensor:
-        return state.block_BKH[: state.width]
 
 
 def _attend_depths(

@@ -67,11 +67,6 @@ class UnrolledNet(DrafterNet):
         """Of the trained weights."""
         return self.layer.self_attn.q_proj.weight.dtype
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """Frozen embedding of the target, [..., H]."""
-        with torch.no_grad():
-            return self.embedding.module(ids).to(self.dtype)
-
     # ---- training face -------------------------------------------------------------------------------------------------
 
     def layout(self, sequences: Sequences, depth: int | None = None, numbers: list[tuple[int, ...]] | None = None) -> Layout:

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
 from drafttrain.drafters.decoder import DecoderShape
-from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.published import Published, recognise
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.drafters.save import read_record
@@ -228,17 +227,14 @@ def _published(config: dict, tensors: dict[str, Tensor], target: Target, what: s
     return found
 
 
-@torch.no_grad()
 def _scale_embeddings(found: Published, name: str, target: Target) -> None:
     """Where the target multiplies its embeddings by s (Gemma), columns that read them raw become columns that read theirs, divided by s."""
-    ids = torch.arange(0, target.vocab, -(-target.vocab // COMPARED_ROWS), device=target.device)
-    raw, read = target.embedding_weight[ids].float(), target.embed(ids).float()
-    scale = float((raw * read).sum() / raw.square().sum())
-    if (raw * scale - read).norm() > 0.01 * read.norm():
+    scale = target.embedding_scale()
+    if scale is None:
         found.refusals.append(
             "it reads the target's embeddings as they stand in the table, and the target changes them by more than a factor"
         )
-    elif abs(scale - 1) > 1e-6 and name in found.tensors and found.tensors[name].dim() == 2:
+    elif scale != 1.0 and name in found.tensors and found.tensors[name].dim() == 2:
         weight = found.tensors[name].float().clone()
         weight[:, : weight.shape[1] // 2] /= scale
         found.tensors[name] = weight
@@ -271,7 +267,7 @@ def _require_same_net(found: Published, config: DrafterConfig, target: Target, w
     for name, value in found.options.items():
         now = getattr(config, name)
         if name == "taps":
-            now, value = config.taps_of(target), Eagle3().taps_of(target) if value is None else value
+            now, value = config.taps_of(target), target.default_taps if value is None else value
         if now != value:
             wrong.append(f"drafter.init_args.{name} is {json.dumps(now)}, its own {json.dumps(value)}")
     if wrong:

@@ -33,7 +33,17 @@ from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.drafters.dflash import DFlash, DFlashNet
 from drafttrain.drafters.head import TargetHead
 from drafttrain.errors import UserError
-from drafttrain.export.block import PLAIN, block_config, block_table, head_refusal, read_block, refused, rope_fault, special_ids
+from drafttrain.export.block import (
+    PLAIN,
+    block_config,
+    block_table,
+    head_refusal,
+    read_block,
+    refused,
+    rope_fault,
+    special_ids,
+    unlike,
+)
 from drafttrain.export.format import (
     Engine,
     Format,
@@ -51,6 +61,8 @@ from drafttrain.target.target import Target
 from drafttrain.vocab import DraftVocabulary
 
 ARCHITECTURE = "DFlashDraftModel"
+KNOWN_ALREADY = ("dtype", "torch_dtype", "rope_theta", "rope_scaling")
+"""Fields that the facts do not decide, or that `read_block` compares."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +197,7 @@ class DFlashForVllm(DFlashFormat):
 def facts_of(net: DFlashNet, target: Target) -> DFlashFacts:
     known = net.mask < len(target.tokenizer)
     return DFlashFacts(
-        net.needs.taps, net.shape, len(net.layers), net.slots, net.mask, target.layers, len(net.vocabulary.ids), net.window,
+        net.needs.taps, net.shape, len(net.layers), net.slots, net.mask, target.layers, len(net.vocabulary.ids), net.config.window,
         own_embedding=not reads_raw(target), mask_word=target.tokenizer.convert_ids_to_tokens(net.mask) if known else None,
     )  # fmt: skip
 
@@ -279,7 +291,9 @@ def read_engine_config(config: dict[str, Any], where: str) -> DFlashFacts:
             own_embedding=config["has_embed_tokens"],
             mask_word=nested.get("mask_token"),
         )
-        wrong += differences(config, engine_config(facts, torch.float32, {}))
+        wrong += unlike(
+            config, {key: value for key, value in engine_config(facts, torch.float32, {}).items() if key not in KNOWN_ALREADY}
+        )
     except KeyError as error:
         raise UserError(
             f"{where}/config.json has no {error}, so this is no DFlash export of ours; export the drafter again."
@@ -296,15 +310,6 @@ def require_one_plus_n(from_anchor: bool | None, where: str) -> None:
             f"{where} says sample_from_anchor true, but DFlash is 1+N only, here and in the engines: slot 0 is the anchor and slot k says "
             "the k-th draft. Drafters whose first slot speaks are DSpark's; give one that was trained 1+N."
         )
-
-
-def differences(config: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Fields that say something else than the facts which were read from the config itself; types of weights aside."""
-    return [
-        f"{key} is {config[key]!r}, not {value!r}"
-        for key, value in wanted.items()
-        if key not in ("dtype", "torch_dtype", "rope_theta", "rope_scaling") and config[key] != value
-    ]
 
 
 def build_dflash(

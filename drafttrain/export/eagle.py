@@ -45,8 +45,6 @@ from drafttrain.export.format import (
 from drafttrain.target.target import Target
 
 TOKEN_MAP = "hot_token_id.pt"
-SAME = 1e-2
-"""Relative difference between scaled and multiplied embeddings that bfloat16 explains."""
 
 
 class _EagleFormat(Format):
@@ -58,7 +56,7 @@ class _EagleFormat(Format):
     """Whether fc.bias is in the file."""
 
     def refusal(self, net: DrafterNet, target: Target) -> str | None:
-        if embedding_scale(target) is None:
+        if target.embedding_scale() is None:
             return (
                 "the target changes its embeddings by more than one factor, and engines give a drafter the raw ones; "
                 "set export.format to native"
@@ -66,7 +64,7 @@ class _EagleFormat(Format):
         return refused(net) or head_refusal(target)
 
     def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
-        tensors, scale = state_of(net), embedding_scale(target) or 1.0
+        tensors, scale = state_of(net), target.embedding_scale() or 1.0
         _scale_embedding(tensors, scale)
         if self.biased:
             tensors.setdefault("fc.bias", torch.zeros(net.shape.hidden))
@@ -88,7 +86,7 @@ class _EagleFormat(Format):
         require_target(shape.vocab, shape.hidden, target, where)
         weights = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
         vocabulary = read_map(weights, shape.vocab, where)
-        _scale_embedding(weights, 1 / (embedding_scale(target) or 1.0))
+        _scale_embedding(weights, 1 / (target.embedding_scale() or 1.0))
         bias = "fc.bias" in weights and bool(weights["fc.bias"].any())
         if not bias:
             weights.pop("fc.bias", None)
@@ -169,14 +167,3 @@ def _scale_embedding(tensors: dict[str, Tensor], scale: float) -> None:
     weight = tensors["fc.weight"].clone()
     weight[:, : weight.shape[1] // 2] *= scale
     tensors["fc.weight"] = weight
-
-
-@torch.no_grad()
-def embedding_scale(target: Target) -> float | None:
-    """By what the target multiplies its table of embeddings, 1.0 for most; None if it does something else to them."""
-    ids = torch.arange(min(target.vocab, 4096), device=target.device)
-    raw, used = target.embedding_weight[ids].float(), target.embed(ids).float()
-    if torch.equal(raw, used):
-        return 1.0
-    scale = float((raw * used).sum() / raw.pow(2).sum())
-    return scale if float((used - scale * raw).norm()) <= SAME * float(used.norm()) else None

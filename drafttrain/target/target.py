@@ -21,6 +21,10 @@ from drafttrain.target.template import ChatTemplate
 from drafttrain.types import Features, Identity, Sequences
 
 ATTENTION = "drafttrain"
+COMPARED = 4096
+"""Rows of the embedding that are looked at."""
+ROUNDING = 1e-2
+"""Relative difference between scaled and multiplied embeddings that bfloat16 explains."""
 KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -78,13 +82,29 @@ class Target:
         """What the first layer reads: [..., D]."""
         return self.model.get_input_embeddings()(ids)
 
+    @property
+    def default_taps(self) -> tuple[int, ...]:
+        """A low, a middle and a high layer, as EAGLE-3's code takes them: the outputs of layers 1, n//2-1 and n-4; fewer where these coincide."""
+        n = self.layers
+        return tuple(sorted({min(1, n - 2), max(n // 2 - 1, 0), max(n - 4, 0)}))
+
+    @torch.no_grad()
+    def embedding_scale(self) -> float | None:
+        """By what the first layer's embeddings differ from the table: 1.0 for most, a factor for Gemma; None if by more than a factor."""
+        ids = torch.arange(min(self.vocab, COMPARED), device=self.device)
+        raw, read = self.embedding_weight[ids].float(), self.embed(ids).float()
+        if torch.equal(raw, read):
+            return 1.0
+        scale = float((raw * read).sum() / raw.pow(2).sum())
+        return scale if float((read - scale * raw).norm()) <= ROUNDING * float(read.norm()) else None
+
     def check_taps(self, taps: tuple[int, ...]) -> None:
         """Raises UserError unless the taps are strictly ascending layer numbers of this target."""
         if not taps or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] < self.layers - 1:
             raise UserError(
                 f"drafter.init_args.taps is {list(taps)}, but this target has layers 0 to {self.layers - 1} and taps must be ascending, "
                 f"distinct and at most {self.layers - 2} (engines hand out the last layer differently); try "
-                f"{sorted({min(1, self.layers - 2), max(self.layers // 2 - 1, 0), max(self.layers - 4, 0)})}."
+                f"{list(self.default_taps)}."
             )
 
     @torch.no_grad()

@@ -9,11 +9,12 @@ from tiny_run import logged, make_run, ragged_chats, start, write_store
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.propose_tree import TreeProposer
 from drafttrain.divergences import HardCrossEntropy
-from drafttrain.drafters.dflash import DFlash, spread_taps
+from drafttrain.drafters.block import spread_taps
+from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.mask_token import mask_token
 from drafttrain.errors import UserError
-from drafttrain.layouts import chain_layout, some_anchors
-from drafttrain.ops.blocks import BlockRule, attend_blocks, attend_blocks_fused
+from drafttrain.layouts import BlockRule, chain_layout, some_anchors
+from drafttrain.ops.blocks import attend_blocks, attend_blocks_fused
 from drafttrain.position_weights import Exponential
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
@@ -86,7 +87,7 @@ def test_the_rule_of_blocks_as_a_loop_a_mask_and_a_kernel(causal, window):
     sequences = chat("0" * 24, documents="0" * 9 + "1" * 11 + "....")
     B, H, G, S, T, D = 1, 4, 2, 5, 24, 16
     row_BQ = torch.tensor([[0, 3, 4, 8, 9, 14, 19, 0]])
-    rule = BlockRule(sequences.document_BT, sequences.position_BT, row_BQ, S, causal, window)
+    rule = BlockRule(sequences, row_BQ, S, causal, window)
     context, own = rule.context().expand(-1, -1, S, -1), rule.own()
     document, position = sequences.document_BT[0], sequences.position_BT[0]
     for q, row in enumerate(row_BQ[0].tolist()):

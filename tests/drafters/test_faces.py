@@ -8,7 +8,6 @@ from drafters.test_eagle3 import chat
 from tiny import first
 
 from drafttrain.decoding.propose_chain import ChainProposer
-from drafttrain.drafters.block_drafter import TiedBlockNet
 from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.dflash2 import DFlash2
 from drafttrain.drafters.dspark import DSpark
@@ -18,6 +17,7 @@ from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.drafters.save import load_drafter, save_drafter
+from drafttrain.drafters.tied_block import TiedBlockNet
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout
 from drafttrain.types import Features, Sequences

@@ -8,7 +8,6 @@ from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.heads import Medusa
 from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
-from drafttrain.export.eagle import embedding_scale
 from drafttrain.export.export import export_drafter, load_export
 from drafttrain.target.target import own_attention
 from drafttrain.types import Features
@@ -140,7 +139,7 @@ def test_the_eagle_comparison_notices_each_known_mistake(tiny_llama, tmp_path, m
 def test_engines_feed_raw_embeddings_where_the_target_scales_them(targets, tmp_path):
     """Gemma multiplies its table by the root of its width: fc carries the factor, and a table that is scaled already would be wrong."""
     target = targets("gemma3")
-    assert embedding_scale(target) == pytest.approx(target.hidden**0.5, rel=1e-3) and embedding_scale(targets("llama")) == 1.0
+    assert target.embedding_scale() == pytest.approx(target.hidden**0.5, rel=1e-3) and targets("llama").embedding_scale() == 1.0
     net, sequences, make = eagle_case(target, tmp_path / "export")
     final = hf_final(target, sequences.ids_BT)
     right, wrong = make(), make()
