@@ -4,6 +4,12 @@
     low-rank    W2 (W1 h)           W1 [r, H], W2 [Vd, r], trained            (SlimSpec): r/H of the weights for every token
     target      the target's own    frozen; caps and scales included          nothing to train, nothing to store
 
+A trained head begins as s W, W the target's rows and s the factor by which the target multiplies their product (Granite's, Cohere's), so that it
+says what the target does. The factor is in the weights, since (s W) h = s (W h): engines compute a drafter's logits as one product, so what they
+load says what was trained, and nothing has to be told to them. Two things no matrix can hold. A cap c tanh(x / c) (Gemma 2) keeps the order of
+the tokens: a head begins with the target's first choices, and with probabilities sharper than the capped ones, which are what it then learns. A
+bias of the target's head is left out.
+
 Shapes: N rows, H width, r rank, Vd draft vocabulary.
 """
 
@@ -36,7 +42,6 @@ class LowRankHead(nn.Module):
 
         They are the largest eigenvectors of W'W, a matrix as small as the drafter is wide: W = (W E) E'.
         """
-        weight_VH = weight_VH.float()
         directions_HR = torch.linalg.eigh(weight_VH.T @ weight_VH).eigenvectors[:, -self.down.out_features :]
         self.down.weight.copy_(directions_HR.T)
         self.up.weight.copy_(weight_VH @ directions_HR)
@@ -48,16 +53,16 @@ def make_head(width: int, words: int, rank: int | None) -> nn.Module:
 
 
 def begin_as_target(head: nn.Linear | LowRankHead, target: Target, vocabulary: DraftVocabulary, times: int = 1) -> None:
-    """A fresh head says what the target's own does of the draft vocabulary, or comes as near as its rank allows. A head that reads several
-    states beside each other has that many copies. An outline of a target (meta) has nothing to copy."""
+    """A fresh head says what the target's own does of the draft vocabulary before it is capped, or comes as near as its rank allows. A head
+    that reads several states beside each other has that many copies. An outline of a target (meta) has nothing to copy."""
     if target.device.type == "meta":
         return
-    weight_VH = target.head_weight[vocabulary.ids.to(target.device)]
+    weight_VH = target.head_weight[vocabulary.ids.to(target.device)].float() * target.logit_factor
     if isinstance(head, LowRankHead):
         head.approximate(weight_VH)
     else:
         with torch.no_grad():
-            head.weight.copy_(weight_VH.repeat(1, times))
+            head.weight.unflatten(1, (times, -1)).copy_(weight_VH[:, None])
 
 
 class TargetHead:

@@ -163,10 +163,19 @@ class Target:
             weight, bias = weight[ids], None if bias is None else bias[ids]
         return lambda state_ND: self._scaled(torch.nn.functional.linear(state_ND, weight, bias))
 
+    @property
+    def logit_factor(self) -> float:
+        """What the head's product is multiplied by before it is capped: 1.0 for most."""
+        scale, divisor = self._factors()
+        return (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
+
+    def _factors(self) -> tuple[float | None, float | None]:
+        """Cohere multiplies logits, Granite divides them."""
+        return getattr(self.config, "logit_scale", None), getattr(self.config, "logits_scaling", None)
+
     def _scaled(self, logits: Tensor) -> Tensor:
-        scale = getattr(self.config, "logit_scale", None)  # Cohere multiplies, Granite divides, Gemma caps
-        divisor = getattr(self.config, "logits_scaling", None)
-        cap = getattr(self.config, "final_logit_softcapping", None)
+        scale, divisor = self._factors()
+        cap = getattr(self.config, "final_logit_softcapping", None)  # Gemma 2
         if scale is not None:
             logits = logits * scale
         if divisor is not None:
