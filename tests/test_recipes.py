@@ -36,7 +36,7 @@ def name_of(path: Path) -> str:
 def test_they_are_there():
     assert {path.parent.name for path in RECIPES} == set(REAL)
     assert {name_of(path) for path in EIGHT_BILLION} == {
-        f"{target}/{method}" for target in ("qwen3-8b", "llama3.1-8b") for method in ("eagle3", "hydra-plus", "dflash")
+        f"{target}/{method}" for target in ("qwen3-8b", "llama3.1-8b") for method in ("eagle3", "hydra-plus", "dflash", "dspark")
     }
     assert {path.stem for path in HARDWARE} >= {"cpu", "ddp", "zero1", "zero2", "zero3"}
 
@@ -171,6 +171,9 @@ def test_the_weights_of_the_8b_recipes_in_numbers(configs):
     dflash = 83886080 + 5 * (33554432 + 8388608 + 8192 + 256) + 8192
     assert found["qwen3-8b/dflash"] == dflash + 5 * 150994944 == 1_048_626_432
     assert found["llama3.1-8b/dflash"] == dflash + 5 * 176160768
+    # DFlash's, and 2x256xV + (4096 + 256 + 1)
+    assert found["qwen3-8b/dspark"] == 1_048_626_432 + 77_791_232 + 4353 == 1_126_422_017
+    assert found["llama3.1-8b/dspark"] == found["llama3.1-8b/dflash"] + 65_667_072 + 4353
     rows = (ROOT / "recipes" / "README.md").read_text().splitlines()
     for name, weights in found.items():
         [row] = [row for row in rows if f"({name}.yaml)" in row]
@@ -183,3 +186,11 @@ def test_taps_left_out_are_those_of_the_released_code(path, configs):
     recipe, target = on_meta(path, configs)
     assert recipe.drafter.taps == []
     assert recipe.drafter.taps_of(target) == (2 - 1, target.layers // 2 - 1, target.layers - 3 - 1)
+
+
+def test_taps_of_block_drafters_left_out_are_the_published_ones(configs):
+    """As the paper's code of DSpark gives them for 36 layers, by number."""
+    for method in ("dflash", "dspark"):
+        [path] = [path for path in EIGHT_BILLION if name_of(path) == f"qwen3-8b/{method}"]
+        recipe, target = on_meta(path, configs)
+        assert recipe.drafter.taps == [] and recipe.drafter.taps_of(target) == (1, 9, 17, 25, 33)
