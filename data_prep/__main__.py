@@ -19,6 +19,7 @@ from data_prep.pipeline import prepare
 from data_prep.team import Team
 from drafttrain.cli import guarded, pairs, parse
 from drafttrain.data.kept_rows import wanted_final
+from drafttrain.data.store import TokenStore
 from drafttrain.drafters.base import DrafterConfig, Needs
 from drafttrain.drafters.vocabulary import draft_cost
 from drafttrain.errors import UserError
@@ -53,7 +54,6 @@ def _main(argv: Sequence[str]) -> None:
         return
     parsed = parse("data_prep", "python -m data_prep", argv)
     if parsed is None:
-        print("\nTo see which tokens of a file of chats, or of a token store, are supervised: python -m data_prep show --help")
         return
     recipe, options = parsed
     topology = read_topology()
@@ -61,11 +61,19 @@ def _main(argv: Sequence[str]) -> None:
     stored = recipe.data.features == "stored"
     # With a server the weights are needed for features alone.
     served = isinstance(recipe.prepare.engine, OpenAIServer)
+    if team.leads:
+        print(f"loading {recipe.target.path}")
     target: Any = load_speaker(recipe.target) if served and not stored else load_target(recipe.target, topology.device)
     needs = _needs(recipe.drafter, target) if stored else None
+    if needs is not None and options.run.data.is_symlink() and (options.run.data / "train" / "manifest.json").exists():
+        # The run that lent this folder still reads the features in it.
+        lent = TokenStore.open(options.run.data / "train")
+        lent.refuse_features_of_another(needs.taps, recipe.data.feature_dtype, wanted_final(needs))
     with _explained(options.run.folder), RunLock(options.run.folder) if team.leads else nullcontext():
         if team.leads:
             options.run.record("data_prep", recipe.plain(), topology.world)
+            if not (options.run.data / "prompts.json").exists():
+                print(f"gathering prompts from {', '.join(type(source).__name__ for source in recipe.prepare.prompts)}")
         prepare(
             recipe.prepare,
             target,

@@ -8,6 +8,9 @@ exit code is 2.
 import argparse
 import difflib
 import importlib
+import io
+import os
+import select
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +33,13 @@ COMMANDS = {
     "trim": "cut a trained drafter's head down to --size tokens without training, as a run of its own",
     "plan": "print the resolved recipe and its arithmetic; starts nothing",
 }
+ABOUT = COMMANDS | {
+    "data_prep": "Prompts in, token stores out: runs/NAME/data/. To see which tokens of a file of chats, or of a token store, are "
+    "supervised: python -m data_prep show --help"
+}
+"""What the help of a program begins with."""
+UNREAD = 141
+"""Exit code where the reader of our output has gone, as a shell gives it to a program that SIGPIPE (13) ended."""
 GRACE_S = 3.0
 """How long a rank other than 0 waits before it speaks; torchrun looks after its processes every 0.1 s."""
 EXAMPLE = "recipes/smollm2-135m/eagle3.yaml"
@@ -46,7 +56,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def guarded(run: Callable[[], None]) -> int:
-    """Run something; a UserError becomes lines on stderr and exit code 2, Ctrl-C 130.
+    """Run something; a UserError becomes lines on stderr and exit code 2, Ctrl-C 130, and `| head` ends it in silence with 141.
+
+    Lines are sent as they are said, also where they go into a file or a pipe: else minutes would pass without a word there.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
+    try:
+        code = _answered(run)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        gone = [stream.fileno() for stream in (sys.stdout, sys.stderr) if _unread(stream.fileno())]
+        if not gone:  # a pipe or socket of the program's own
+            raise
+        for number in gone:  # Python flushes once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
+        return UNREAD
+    return code
+
+
+def _unread(number: int) -> bool:
+    """Whether an output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(number, select.POLLOUT)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
+
+
+def _answered(run: Callable[[], None]) -> int:
+    """The exit code of a run, its errors said.
 
     Of an error that all ranks share only rank 0 speaks: torchrun ends the others within their grace. One that a single rank has
     would otherwise be lost, so that rank speaks after it.
@@ -110,7 +147,7 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
 
 def _options_parser(command: str, program: str) -> _Parser:
     usage = f"{program} --config RECIPE [--config MORE] [--section.key value]"
-    parser = _Parser(prog=program, usage=usage, description=COMMANDS.get(command), allow_abbrev=False, add_help=False)
+    parser = _Parser(prog=program, usage=usage, description=ABOUT[command], allow_abbrev=False, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="this text")
     parser.add_argument(
         "--config", action="append", default=[], metavar="YAML", help="a recipe; several are merged, later ones win"

@@ -17,6 +17,7 @@ PIPELINE = Path(__file__).resolve().parents[1] / "launch" / "pipeline.sh"
 
 def main() -> int:
     """Run the pipeline and print what it took; its exit code."""
+    print("measuring this machine's speed; then data_prep, train, export and validate", flush=True)
     print(f"machine: {cpu_model()}, {os.cpu_count()} cores, {matrix_gflops('cpu'):.0f} GFLOP/s (2048^3 fp32 product)", flush=True)
     began = time.monotonic()
     code = subprocess.run([str(PIPELINE), *sys.argv[1:]], env=os.environ | {"PYTHON": sys.executable}).returncode

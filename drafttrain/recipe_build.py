@@ -43,19 +43,40 @@ def choices(base: type) -> dict[str, type]:
     return dict(sorted(found.items()))
 
 
-def nearest(place: str, siblings: Iterable[str], everywhere: Iterable[str]) -> str:
-    """The way out for an unknown key: the key that was probably meant, or the keys that exist beside it."""
-    last, siblings, everywhere = place.rpartition(".")[2], list(siblings), list(everywhere)
-    parent = place.rpartition(".")[0]
-    close = difflib.get_close_matches(last, siblings, n=1, cutoff=0.7)
-    if close:
-        return f"did you mean '{join(parent, close[0])}'?"
-    close = [known for known in everywhere if known.rpartition(".")[2] == last] or difflib.get_close_matches(
-        place, everywhere, n=1, cutoff=0.7
-    )
-    if close:
-        return f"did you mean '{close[0]}'?"
-    return f"{'keys of ' + parent if parent else 'the sections'}: {', '.join(siblings)}."
+def nearest(place: str, siblings: Iterable[str], everywhere: Iterable[str], typed: str | None = None) -> str:
+    """The way out for an unknown key: the place that was probably meant, never the one that was typed, or the keys that exist beside it.
+
+    `place` is the first part of `typed` (of itself, unless given) that does not exist, and `siblings` are the keys of its level. A key
+    below that level in `everywhere` that none of them leads to is another class's, and no way out here.
+    """
+    typed = typed or place
+    level, _, key = place.rpartition(".")
+    siblings, below = list(siblings), typed[len(place) :]
+    known = [p for p in everywhere if p != typed and not (_is_below(p, level) and _step(p, level) not in siblings)]
+    close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
+    found = [join(level, close[0]) + below] if close and (not below or join(level, close[0]) + below in known) else []
+    found += [p for p in known if _last(p) == _last(typed)]
+    if level:  # below it, only last words are compared: places that begin alike look alike
+        inside = {_last(p): p for p in known if _is_below(p, level)}
+        found += [inside[word] for word in difflib.get_close_matches(_last(typed), inside, n=1, cutoff=0.7)]
+    else:
+        found += difflib.get_close_matches(typed, known, n=1, cutoff=0.7)
+    if found:
+        return f"did you mean '{found[0]}'?"
+    return f"{'keys of ' + level if level else 'the sections'}: {', '.join(siblings)}."
+
+
+def _last(place: str) -> str:
+    return place.rpartition(".")[2]
+
+
+def _is_below(place: str, level: str) -> bool:
+    return bool(level) and place.startswith(f"{level}.")
+
+
+def _step(place: str, level: str) -> str:
+    """The key of `level` that leads to a place below it."""
+    return place[len(level) + 1 :].partition(".")[0]
 
 
 def describe(hint: Any) -> str:
@@ -90,9 +111,10 @@ class Builder:
 
     def unknown(self, place: str, siblings: Iterable[str]) -> None:
         """Report a key that does not exist, as it was typed."""
+        typed = place
         if place not in self.written.where:  # `--optimzer.lr 1` was typed with what follows
-            place = next((typed for typed in self.written.where if typed.startswith(place + ".")), place)
-        self.errors.append(f"unknown key '{place}'{self.written.origin(place)}: {nearest(place, siblings, self.known)}")
+            typed = next((longer for longer in self.written.where if longer.startswith(place + ".")), place)
+        self.errors.append(f"unknown key '{typed}'{self.written.origin(typed)}: {nearest(place, siblings, self.known, typed)}")
 
     def build(self, cls: type, given: Any, place: str) -> Any:
         """An instance of a config class, or None after reporting why not."""
@@ -162,7 +184,7 @@ class Builder:
         cls = find_class(base, given["class_path"])
         for key in given:
             if key not in CLASS_KEYS:
-                self.unknown(join(place, key), CLASS_KEYS if cls is None or key not in fields_of(cls) else [])
+                self.unknown(join(place, key), sorted(CLASS_KEYS))
         if cls is None:
             at = self.written.origin(f"{place}.class_path")
             self.errors.append(f"'{place}.class_path'{at} names no {what}: got {given['class_path']!r}, known are {known}.")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from data_prep.dialects import Broken, Reader
 from data_prep.rows import json_lines
-from drafttrain.commands.drafts import export_hash, find_draft, load_draft
+from drafttrain.commands.drafts import export_hash, find_draft, load, load_draft
 from drafttrain.data.store import TokenStore
 from drafttrain.decoding.methods import Method
 from drafttrain.errors import UserError
@@ -12,7 +12,6 @@ from drafttrain.files import RunLock
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run, command_line
-from drafttrain.target.load import load_target
 from drafttrain.target.target import Target
 from drafttrain.types import Request
 from drafttrain.validation.bench import bench
@@ -31,7 +30,7 @@ def run(recipe: Recipe, options: Options) -> None:
     questions, skipped = read_questions(config.prompts) if config.prompts is not None else ([], [])
     held_out = TokenStore.open(folder.data / "held_out") if config.prompts is None else None
     draft = options.draft or find_draft(folder)
-    target = load_target(recipe.target)
+    target = load(recipe.target)
     if held_out is not None:
         questions = _of_store(held_out, target)
     net = load_draft(draft, target)

@@ -1,4 +1,4 @@
-"""Where a command finds the drafter that it works with, and the card of an export."""
+"""What a command works with: the target, the drafter and where it is found; and the card of an export."""
 
 from pathlib import Path
 
@@ -9,7 +9,15 @@ from drafttrain.export.card import MADE_FILE, report_of, write_card
 from drafttrain.export.export import load_export
 from drafttrain.files import read_json
 from drafttrain.run import Run
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
 from drafttrain.target.target import Target
+
+
+def load(config: TargetConfig) -> Target:
+    """The target, after a line that says so: large ones take minutes. Raises UserError."""
+    print(f"loading {config.path}")
+    return load_target(config)
 
 
 def find_draft(run: Run) -> Path:

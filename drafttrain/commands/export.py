@@ -1,6 +1,6 @@
 """`drafttrain export`: checkpoints/best -> export/, and to the Hub if `export.push` names a repository."""
 
-from drafttrain.commands.drafts import refresh_card, training_facts
+from drafttrain.commands.drafts import load, refresh_card, training_facts
 from drafttrain.drafters.save import load_drafter
 from drafttrain.export.card import served_by
 from drafttrain.export.export import export_drafter
@@ -9,13 +9,12 @@ from drafttrain.export.registry import format_named
 from drafttrain.files import RunLock
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
-from drafttrain.target.load import load_target
 
 
 def run(recipe: Recipe, options: Options) -> None:
     """Export the best drafter of the run. Raises UserError."""
     folder = options.run
-    target = load_target(recipe.target)
+    target = load(recipe.target)
     net, record = load_drafter(folder.best, target)
     with RunLock(folder.folder):
         folder.record("export", recipe.plain())

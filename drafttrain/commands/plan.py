@@ -1,5 +1,6 @@
 """`drafttrain plan`: the resolved recipe and its arithmetic, without weights, data or processes."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from data_prep.config import PrepareConfig
+from drafttrain.commands.plan_start import filled, find_start
 from drafttrain.data.features import vector_bytes
 from drafttrain.data.kept_rows import wanted_final
 from drafttrain.data.packing import RowPlan, read_chats
@@ -15,6 +17,7 @@ from drafttrain.data.stream import Share, plan_arithmetic
 from drafttrain.data.token_counts import count
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.vocabulary import choose_vocabulary
+from drafttrain.drafters.warm_start import WarmStart
 from drafttrain.errors import UserError
 from drafttrain.files import human_bytes
 from drafttrain.options import Options
@@ -40,21 +43,36 @@ def run(recipe: Recipe, options: Options) -> None:
         print(line)
 
 
-def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> list[str]:
-    """What the recipe amounts to, one sentence a line."""
+def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
+    """What the recipe amounts to, one sentence a line.
+
+    Raises:
+        UserError: what training would refuse; a store of another drafter's features comes behind the lines.
+    """
     target, reason = outline(recipe)
     store = _store(run)
-    positions = recipe.data.length if target is None else target.max_positions
-    lines = [f"run folder: {run.folder}/", f"processes: {topology}", *_steps(recipe, store, topology, positions)]
+    yield f"run folder: {run.folder}/"
+    yield f"processes: {topology}"
+    yield from _steps(recipe, store, topology, recipe.data.length if target is None else target.max_positions)
     if target is None:
-        return [*lines, f"parameters and bytes: not known, because the target's config cannot be read ({reason})"]
-    vocabulary, said = _vocabulary(recipe, target, store)
+        yield f"parameters and bytes: not known, because the target's config cannot be read ({reason})"
+        return
+    counted = store if store is not None and store.manifest.identity.vocab == target.vocab else None
+    start, said = find_start(recipe, run, target, None if counted is None else counted.manifest.identity)
+    vocabulary, chosen = _vocabulary(recipe, target, counted, start)
     with torch.device("meta"):
         net = recipe.drafter.build(target, vocabulary)
+    yield from [*chosen, *said, *([] if start is None else filled(start, net))]
     if recipe.checkpoint.tau_prompts:
         net.require_drafts(recipe.checkpoint.drafts, "checkpoint.drafts")
     net.require_drafts(recipe.validate.drafts, "validate.drafts")
-    return [*lines, *said, *_disk(recipe, store, target, net), *_device(recipe, topology, target, net)]
+    yield from _disk(recipe, store, target, net)
+    yield from _device(recipe, topology, target, net)
+    if store is not None and recipe.data.features == "stored":
+        if store.manifest.taps is None:
+            yield f"{store.folder}/ holds no features yet: run data_prep before training"
+        else:
+            store.require_features(net.needs.taps, recipe.data.feature_dtype, wanted_final(net.needs))
 
 
 def outline(recipe: Recipe) -> tuple[Target | None, str]:
@@ -79,10 +97,16 @@ def outline(recipe: Recipe) -> tuple[Target | None, str]:
     return Target(model, SimpleNamespace(tokenizer=None), identity, ()), ""  # type: ignore[arg-type]
 
 
-def _vocabulary(recipe: Recipe, target: Target, store: TokenStore | None) -> tuple[DraftVocabulary, list[str]]:
+def _vocabulary(
+    recipe: Recipe, target: Target, store: TokenStore | None, start: WarmStart | None
+) -> tuple[DraftVocabulary, list[str]]:
     """The draft vocabulary and its arithmetic. Before data_prep it is one of the right size, or a full one where counts decide the size."""
-    if store is not None and store.manifest.identity.vocab == target.vocab:
-        return choose_vocabulary(recipe.drafter, target, count(store))
+    if store is not None:
+        return choose_vocabulary(recipe.drafter, target, count(store)) if start is None else start.choose_vocabulary(count(store))
+    if start is not None and start.held is not None and not start.held.is_full:
+        return start.held, [
+            f"draft vocabulary: the checkpoint's {len(start.held.ids):,} tokens, or those of them that data_prep leaves"
+        ]
     size = recipe.drafter.draft_vocab
     if not isinstance(size, int):
         known = (

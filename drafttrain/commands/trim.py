@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from drafttrain.commands.drafts import load_draft
+from drafttrain.commands.drafts import load, load_draft
 from drafttrain.commands.trim_options import TrimOptions
 from drafttrain.data import token_counts
 from drafttrain.data.store import TokenStore
@@ -25,7 +25,6 @@ from drafttrain.errors import UserError
 from drafttrain.files import sync
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run
-from drafttrain.target.load import load_target
 from drafttrain.target.target import Target
 from drafttrain.vocab import Counts, choose, describe
 
@@ -36,7 +35,7 @@ def run(recipe: Recipe, options: TrimOptions) -> None:
     if options.draft is None:
         read_record(draft)  # says what is missing before the target is loaded
     store = TokenStore.open(options.counts or options.run.data / "train")
-    target = load_target(recipe.target)
+    target = load(recipe.target)
     store.require(target.identity)
     net = load_draft(draft, target)
     counts = _counts(store, net, target)

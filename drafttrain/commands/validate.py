@@ -2,13 +2,12 @@
 
 import torch
 
-from drafttrain.commands.drafts import export_hash, find_draft, load_draft, refresh_card
+from drafttrain.commands.drafts import export_hash, find_draft, load, load_draft, refresh_card
 from drafttrain.data.store import TokenStore
 from drafttrain.files import RunLock
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
 from drafttrain.run import command_line
-from drafttrain.target.load import load_target
 from drafttrain.validation.hardware import commit
 from drafttrain.validation.validate import validate
 
@@ -18,7 +17,7 @@ def run(recipe: Recipe, options: Options) -> None:
     folder = options.run
     held_out = TokenStore.open(folder.data / "held_out")
     draft = find_draft(folder)
-    target = load_target(recipe.target)
+    target = load(recipe.target)
     held_out.require(target.identity)
     net = load_draft(draft, target)
     torch.manual_seed(recipe.data.seed)

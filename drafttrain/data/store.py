@@ -33,6 +33,12 @@ FORMAT = 2
 READ = (1, FORMAT)
 ANEW = "delete it and run data_prep again: it keeps the finished shards and writes the manifest anew"
 FEATURES_ANEW = "run data_prep again: it keeps the answers and makes the features anew"
+"""Where features are missing or unreadable, so that nobody loses any."""
+FEATURES_ELSEWHERE = (
+    "give the run a data folder of its own (a copy will do) and run data_prep there: it keeps the answers and makes the features anew, "
+    "which here would take them from every run that reads this folder"
+)
+"""Where the features are another drafter's."""
 OPEN_FILES = 64
 """Most shard files kept mapped at once."""
 
@@ -177,38 +183,53 @@ class TokenStore:
                 ". Go back to that target, or give the run another `name` and run data_prep again."
             )
         if taps is not None:
-            self._require_features(list(taps), feature_dtype, final)
+            self.require_features(taps, feature_dtype, final)
 
-    def _require_features(self, taps: list[int], dtype: str | None, final: str) -> None:
-        made = self.manifest
-        if made.taps is None:
+    def require_features(self, taps: Sequence[int], dtype: str | None, final: str) -> None:
+        """UserError unless features like these are here and can be read (arguments as in `require`), whatever the target."""
+        if self.manifest.taps is None:
             raise UserError(
                 f"{self.folder}/ holds no features, but the recipe says data.features: stored. "
                 f"Set data.features to online, or {FEATURES_ANEW}."
             )
-        if made.taps != taps:
-            raise UserError(
-                f"{self.folder}/ holds features of layers {made.taps}, but the recipe taps {taps}. "
-                f"Either set drafter.init_args.taps to {made.taps}, or {FEATURES_ANEW}."
-            )
-        if dtype not in (None, made.feature_dtype):
-            raise UserError(
-                f"{self.folder}/ holds features in {made.feature_dtype}, but the recipe says data.feature_dtype: "
-                f"{dtype}. Set it to {made.feature_dtype}, or {FEATURES_ANEW}."
-            )
-        files = {shard: record.files.get(features_name(shard)) for shard, record in enumerate(self._records) if record.keys}
-        if lacking := [shard for shard, facts in files.items() if facts is None]:
+        self.refuse_features_of_another(taps, dtype, final)
+        kept = self._kept_features()
+        if lacking := [shard for shard, facts in kept.items() if facts is None]:
             raise UserError(f"{self.folder}/ lacks {features_name(lacking[0])}; {FEATURES_ANEW}.")
-        finals = {facts.get("final") for facts in files.values() if facts is not None}
-        if None in finals:
+        if any(facts is not None and facts.get("final") is None for facts in kept.values()):
             raise UserError(
                 f"{self.folder}/ holds features as an earlier version kept them, which this one does not read; {FEATURES_ANEW}."
             )
-        if final == "all" and "taught" in finals:
+
+    def refuse_features_of_another(self, taps: Sequence[int], dtype: str | None, final: str) -> None:
+        """UserError where features are here that were made for another drafter, or in another type, than these."""
+        made, wanted = self.manifest.taps, list(taps)
+        if made is None:
+            return
+        if made != wanted:
+            holds = f"features of layers {made}" if made else "features for a drafter that reads no layers"
+            asks = f"the recipe taps {wanted}" if wanted else "the recipe's drafter reads no layers"
+            back = f"set drafter.init_args.taps to {made}, " if made and wanted else ""
+            raise UserError(
+                f"{self.folder}/ holds {holds}, but {asks}. Set data.features to online, which fits every drafter, {back}or "
+                f"{FEATURES_ELSEWHERE}."
+            )
+        if dtype not in (None, self.manifest.feature_dtype):
+            raise UserError(
+                f"{self.folder}/ holds features in {self.manifest.feature_dtype}, but the recipe says data.feature_dtype: "
+                f"{dtype}. Set it to {self.manifest.feature_dtype}, set data.features to online, or {FEATURES_ELSEWHERE}."
+            )
+        if final == "all" and any(
+            facts is not None and facts.get("final") == "taught" for facts in self._kept_features().values()
+        ):
             raise UserError(
                 f"{self.folder}/ keeps the target's final states only where they teach, but this drafter reads them in every row. "
-                f"Set data.features to online, or {FEATURES_ANEW}."
+                f"Set data.features to online, which fits every drafter, or {FEATURES_ELSEWHERE}."
             )
+
+    def _kept_features(self) -> dict[int, dict | None]:
+        """Shard that holds chats -> what its record says of its features; None where it has none."""
+        return {shard: record.files.get(features_name(shard)) for shard, record in enumerate(self._records) if record.keys}
 
     def _count_rows(self, shard: int, final: str) -> tuple[np.ndarray, np.ndarray]:
         supervised_N = self._map(shard, tokens_name(shard)).get_tensor("supervised").bool().numpy()

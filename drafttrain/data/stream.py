@@ -37,7 +37,7 @@ class DataConfig:
     """How the stored chats become batches."""
 
     features: str = "online"
-    """online: the target reads every row inside the training step. stored: what data_prep kept on disk (prepare.features)."""
+    """online: the target reads every row inside the training step. stored: what data_prep kept on disk, for this drafter alone."""
     feature_dtype: str = "bfloat16"
     """What features are rounded to, on disk and in the step: bfloat16, or float8_e4m3fn (half the bytes, a scale for each vector)."""
     length: int = 2048

@@ -14,10 +14,10 @@ def describe(metrics: dict[str, float]) -> str:
 
 
 class Reporter:
-    """Shows steps, loss, teacher-forced acceptance by depth, speed and time left."""
+    """Shows steps, loss, teacher-forced acceptance by depth, speed and time left. `closing` says what is still done behind the last step."""
 
-    def __init__(self, step: int, max_steps: int, shown: bool):
-        self.max_steps, self.shown = max_steps, shown
+    def __init__(self, step: int, max_steps: int, closing: str, shown: bool):
+        self.max_steps, self.closing, self.shown = max_steps, closing, shown
         self._first, self._since = step, time.monotonic()
         self._bar: Progress | None = None
         if shown and Console(file=sys.stderr).is_terminal:
@@ -38,11 +38,13 @@ class Reporter:
             self._bar.update(self._task, completed=step)
 
     def metrics(self, step: int, metrics: dict[str, float]) -> None:
-        """A log interval's means."""
+        """A log interval's means; the last step always ends one."""
         if self._bar is not None:
             self._bar.update(self._task, description=describe(metrics))
         else:
             self.say(f"step {step}/{self.max_steps}  {describe(metrics)}  {self._time_left(step)} left")
+        if step >= self.max_steps:
+            self.say(self.closing)
 
     def say(self, text: str) -> None:
         """A line that stays."""

@@ -120,6 +120,7 @@ def train(
             )
             return checkpoints / "best"
     with StopSignal() as stop:
+        say(f"loading {target.path}")
         model = load_target(target, device=topology.device)
         build, net = _begin(sections, model, store, checkpoints, saved is not None, topology.rank, say)
         if net.needs.depth > data.length - 2:  # an anchor needs a row before it and `depth` labels behind it
@@ -307,7 +308,9 @@ def _fit(
     devices = {"accelerator": topology.accelerator, "devices": topology.local, "num_nodes": topology.nodes}
     arguments = devices | {"use_distributed_sampler": False} | sections.trainer | OURS
     arguments.setdefault("logger", CSVLogger(run_folder / "logs", name=""))
-    reporter = Reporter(task.position.step, sections.max_steps, shown=topology.rank == 0)
+    prompts = len(run.held_out)
+    closing = f"measuring tau on {prompts} held-out prompts for the last time, then saving" if prompts else "saving"
+    reporter = Reporter(task.position.step, sections.max_steps, closing, shown=topology.rank == 0)
     extra = arguments.pop("callbacks", None) or []
     trainer = pl.Trainer(**arguments, callbacks=[Conductor(run, reporter), *(extra if isinstance(extra, list) else [extra])])
     take_over_signals(trainer)

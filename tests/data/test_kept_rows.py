@@ -250,7 +250,7 @@ def test_a_store_for_drafters_that_do_not_read_final_states_is_refused_to_one_th
     taught = store_of(tmp_path / "taught", chats, tiny_llama.identity, TAPS, "bfloat16", "taught")
     taught.require(tiny_llama.identity, TAPS)
     with pytest.raises(
-        UserError, match=r"only where they teach, but this drafter reads them.*or run data_prep again: it keeps the answers"
+        UserError, match=r"only where they teach, but this drafter reads them.*or give the run a data folder of its own"
     ):
         taught.require(tiny_llama.identity, TAPS, final="all")
     every = store_of(tmp_path / "all", chats, tiny_llama.identity, TAPS, "bfloat16", "all")

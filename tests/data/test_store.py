@@ -210,7 +210,7 @@ def test_require_names_each_difference(tmp_path):
     assert "the tokenizer (tok1 there, t9" in str(error.value) and "the chat template (tpl1 there, c9" in str(error.value)
     with pytest.raises(
         UserError,
-        match=r"holds features of layers \[1, 3\], but the recipe taps \[2, 3\].*set drafter.init_args.taps to \[1, 3\], or run data_prep again",
+        match=r"holds features of layers \[1, 3\], but the recipe taps \[2, 3\].*set drafter.init_args.taps to \[1, 3\], or give the run a data folder",
     ):
         store.require(IDENTITY, (2, 3))
 

@@ -1,0 +1,60 @@
+"""What `drafttrain plan` can tell of `checkpoint.start` before anything is downloaded or loaded: that it is there, can be read and fits."""
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.drafters.save import read_record
+from drafttrain.drafters.warm_start import WarmStart
+from drafttrain.recipe import Recipe
+from drafttrain.run import Run
+from drafttrain.target.target import Target
+from drafttrain.tasks.checkpoints import find_last
+from drafttrain.types import Identity
+
+TABLES = ("embed_tokens.weight", "lm_head.weight")
+"""Tables that a checkpoint may share with its target. Training compares them; a plan has no weights to compare them with."""
+
+
+def find_start(recipe: Recipe, run: Run, target: Target, made_with: Identity | None) -> tuple[WarmStart | None, list[str]]:
+    """The trained drafter that training would begin from, and what there is to say where it is not read.
+
+    Args:
+        made_with: Identity of the target that made the token store; None before there is one.
+
+    Raises:
+        UserError: as training would: a folder that is missing, damaged or holds another net.
+    """
+    where = recipe.checkpoint.start
+    if where is None:
+        return None, []
+    if find_last(run.checkpoints) is not None:
+        return None, [f"checkpoint.start {where} is not read again: the run goes on from its own checkpoint"]
+    folder = Path(where).expanduser()
+    if not folder.exists() and where.count("/") == 1 and not where.startswith((".", "/", "~")):
+        return None, [f"checkpoint.start {where}: no such folder, so a Hub id; it is fetched and checked when training starts"]
+    outlined = target.identity
+    try:
+        target.identity = made_with or _as_recorded(folder, outlined)
+        return WarmStart.open(where, recipe.checkpoint.start_pickle, recipe.drafter, target), []
+    except NotImplementedError:  # of torch: an outline has no embeddings whose scale could be measured
+        return None, [f"checkpoint.start {where} can be read; whether it fits is seen when training starts"]
+    finally:
+        target.identity = outlined
+
+
+def filled(start: WarmStart, net: DrafterNet) -> list[str]:
+    """What loading says, tried on a net without memory. UserError that lists every tensor which is missing, unknown or of another shape."""
+    tensors = {name: tensor for name, tensor in start.found.tensors.items() if name not in TABLES or not start.found.skips(name)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that nothing is copied into such a net
+        return replace(start, found=replace(start.found, tensors=tensors)).fill(net)
+
+
+def _as_recorded(folder: Path, outlined: Identity) -> Identity:
+    """The target as a drafter of ours recorded it, in all that the recipe alone does not tell (revision, tokenizer, template)."""
+    if not (folder / "drafter.json").exists():
+        return outlined
+    recorded = Identity(**read_record(folder)["identity"])
+    return replace(recorded, layers=outlined.layers, hidden=outlined.hidden, vocab=outlined.vocab)
