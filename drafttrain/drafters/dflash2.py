@@ -13,7 +13,8 @@ candidate: never before it, never drawn in practice, and still in an order, whic
 
 How it was trained is not published. Here, as most public codes do: the first head learns alone, what logits learn otherwise (HardCrossEntropy, decayed),
 and `Selection` teaches S: cross-entropy over C_k, behind the text's own token, the right one put in where it is missing. Two other readings are known:
-to leave out elements whose token is missing, and a forward KL for the first head (here: SoftCrossEntropy).
+to leave out elements whose token is missing, and a forward KL for the first head (here: SoftCrossEntropy). Without `Selection` the selector would
+learn nothing; such an objective is refused before training.
 
 Kernels begin as the identity and B at zero, where the net is DFlash. Embedding and head are the target's, frozen.
 

@@ -9,6 +9,9 @@ Every slot drafts, so a block of 7 drafts 7 tokens. In training the token before
 with Exponential weights of gamma 4, divided by their sum. Its mask of drafts that are valid without a gap is what a layout is made of:
 element k exists only where all tokens up to A+k count.
 
+The confidence learns from Confidence alone. Where an objective does without, `confidence: false` leaves its head out: then nothing untrained is
+saved, exported or asked, and chains end by the probabilities of their tokens, as those of other drafters do.
+
 Embedding and head are the target's, frozen. W2 begins at zero, where the net is a plain block drafter. W1 knows all of the target's tokens,
 for any of them may be an anchor.
 
@@ -35,6 +38,8 @@ class DSpark(_TiedBlockDrafter):
     least_block: ClassVar[int] = 1
     block: int = 7
     """Slots of a block, each of which drafts a token, the anchor's too."""
+    confidence: bool = True
+    """Whether a head tells how sure the drafter is of each draft; it learns from the divergence Confidence."""
 
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "DSparkNet":
         return DSparkNet(self, *self.parts(target, vocabulary)).to(target.device)
@@ -68,7 +73,7 @@ class DSparkNet(TiedBlockNet):
     def __init__(self, config: DSpark, *parts: Any):
         super().__init__(config, *parts)
         self.markov_head = MarkovHead(self.shape.vocab, len(self.vocabulary.ids), config.rank)
-        self.confidence_head = ConfidenceHead(self.shape.hidden + config.rank)
+        self.confidence_head = ConfidenceHead(self.shape.hidden + config.rank) if config.confidence else None
 
     def known(self, hidden_NH: Tensor) -> tuple[Tensor, ...]:
         return (self.head(hidden_NH),)
@@ -78,10 +83,13 @@ class DSparkNet(TiedBlockNet):
         markov = self.markov_head
         return known[0].float() + markov.markov_w2(markov.markov_w1(prev_N)).float()
 
-    def confidence(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:
+    def confidence(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor | None:
+        if self.confidence_head is None:
+            return None
         seen_NX = torch.cat([hidden_NH, self.markov_head.markov_w1(prev_N).to(hidden_NH.dtype)], dim=-1)
         return self.confidence_head.proj(seen_NX)[..., 0].float()
 
     def drafted(self, grid_KBQH: Tensor, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
         drafted = super().drafted(grid_KBQH, sequences, features, layout)
-        return replace(drafted, extra={"confidence": self.confidence(drafted.hidden_NH, drafted.prev_N)})
+        told_N = self.confidence(drafted.hidden_NH, drafted.prev_N)
+        return drafted if told_N is None else replace(drafted, extra={"confidence": told_N})

@@ -8,6 +8,9 @@
 Trainers divide by the accumulation and average over ranks; the two factors undo that, so the gradient of a window is that of
 sum_terms (sum over the window) / (count over the window), however the window is shared out.
 
+Every trained weight must be taught: one that no divergence reaches would stay as it began, be served so, and under DDP the processes would
+wait for its gradient in vain. Which are reached is read off the graph of a short text's loss, before anything is trained.
+
 Shapes: B rows, T tokens.
 """
 
@@ -23,6 +26,7 @@ from drafttrain.data.features import rounded
 from drafttrain.data.stream import MicroBatch, Share
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
+from drafttrain.layouts import one_chat
 from drafttrain.losses import Objective
 from drafttrain.target.target import Target
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer
@@ -77,6 +81,7 @@ class DistillTask(pl.LightningModule):
         self.meter = Meter()
         self.window: Window | None = None
         self._first_bad: Tensor | None = None
+        require_taught(target, net, objective)
         self._score = make_score(net, objective, TargetTeacher(target, net), self.depth, speed.compile)
         net.fused = speed.fused_blocks and target.device.type == "cuda"
         graphed = speed.graph_target and target.device.type == "cuda"
@@ -182,3 +187,34 @@ class DistillTask(pl.LightningModule):
     def _may_fuse(self) -> bool:
         """Lightning refuses to clip the gradients of a fused optimizer under mixed precision."""
         return not (self.trainer.gradient_clip_val and "mixed" in str(self.trainer.precision))
+
+
+def require_taught(target: Target, net: DrafterNet, objective: Objective) -> None:
+    """UserError naming the parts of the net with weights that no divergence of the objective reaches."""
+    untaught = {name.split(".")[0]: None for name in unreached(target, net, objective)}
+    if untaught:
+        raise UserError(
+            f"objective.init_args.divergences teaches nothing to {' and '.join(untaught)} of this {type(net.config).__name__}, which would be served "
+            "as it began; name what teaches it (Confidence a confidence_head, Selection a candidate_selector, SoftCrossEntropy any head of "
+            "logits), or leave the part out where drafter.init_args can (confidence: false)."
+        )
+
+
+def unreached(target: Target, net: DrafterNet, objective: Objective) -> list[str]:
+    """Names of the trained weights that the loss does not depend on, for a text with a draft of full depth. Computes no gradient."""
+    depth, taps, device = net.needs.depth, len(net.needs.taps), target.device
+    sequences = one_chat(net.vocabulary.ids[:1].cpu().repeat(depth + 2), prompt_len=1)
+    shape = (1, depth + 2, taps + 1, target.hidden)
+    rows = torch.zeros(shape, dtype=target.dtype, device=device)
+    features = Features(rows[:, :, :taps], rows[:, :, taps])
+    score = make_score(net, objective, TargetTeacher(target, net), depth, compile=False)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        terms, _ = score(sequences.to(device), features, net.layout(sequences).to(device))
+    waiting, seen, reached = [term.sum.grad_fn for term in terms.values()], set(), set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            reached.add(id(getattr(node, "variable", None)))  # a leaf: what gradients are added up for
+            waiting += [behind for behind, _ in node.next_functions]
+    return [name for name, weight in net.named_parameters() if weight.requires_grad and id(weight) not in reached]
