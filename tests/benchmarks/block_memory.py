@@ -17,7 +17,7 @@ import gc
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +214,7 @@ def measure(kind: str, target: Target, args: argparse.Namespace, until: float) -
     return found
 
 
-def table(found: list[Held], logits: int, args: argparse.Namespace) -> list[str]:
+def table(found: list[Held], logits: int) -> list[str]:
     heads = ["drafter", "attention", "objective.chunk", "peak, GiB", "above what was there", "of all logits", "widest logits, rows",
              "ms", "loss off by", "gradients off by"]  # fmt: skip
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
@@ -289,17 +289,15 @@ def main() -> None:
         except Exception as error:  # the other drafter is still worth measuring
             print(f"{kind} failed: {type(error).__name__}: {str(error)[:300]}", flush=True)
         _forget(device)
-    lines = ratios(found)
-    print("\n".join(["", *table(found, logits, args), "", *lines]))
-    if args.out:
-        facts = {
-            "device": where,
-            "torch": torch.__version__,
-            "logits_bytes": logits,
-            "args": {k: str(v) for k, v in vars(args).items()},
-        }
-        ways_found = [{f.name: getattr(one, f.name) for f in fields(one)} for one in found]
-        args.out.write_text(json.dumps(facts | {"ways": ways_found, "ratios": lines}, indent=1))
+        if args.out:
+            facts = {
+                "device": where,
+                "torch": torch.__version__,
+                "logits_bytes": logits,
+                "args": {k: str(v) for k, v in vars(args).items()},
+            }
+            args.out.write_text(json.dumps(facts | {"ways": [asdict(one) for one in found], "ratios": ratios(found)}, indent=1))
+    print("\n".join(["", *table(found, logits), "", *ratios(found)]))
     print(f"\n{time.perf_counter() - began:.0f} s in all", flush=True)
     if device.type == "cpu" and any(max(one.loss_off, one.grads_off or 0.0) > 1e-4 for one in found):
         raise SystemExit("chunked and plain, or dense and fused, differ")
