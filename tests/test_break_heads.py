@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from drafters import test_faces
 from safetensors.torch import load_file
 from torch import nn
 from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, GraniteConfig, GraniteForCausalLM
@@ -18,9 +19,11 @@ from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.drafters.p_eagle import PEagle
+from drafttrain.drafters.save import load_drafter, save_drafter
 from drafttrain.drafters.trim import trim
+from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
-from drafttrain.export.export import export_drafter
+from drafttrain.export.export import export_drafter, load_export
 from drafttrain.layouts import one_chat
 from drafttrain.target.target import ATTENTION, Target
 from drafttrain.validation.bench import Benchmark
@@ -172,3 +175,54 @@ def test_what_an_engine_loads_says_what_a_scaled_target_does(tiny_llama, tmp_pat
     torch.testing.assert_close(state_NH @ weight_VH.T, of_the_model(target, state_NH), rtol=1e-4, atol=1e-4)
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     assert not {"logits_scaling", "logit_scale"} & config.keys()
+
+
+CONSTANTS = Hydra(heads=4, own_heads=True, head_bias=True)
+
+
+@pytest.mark.parametrize(
+    "contract",
+    [
+        test_faces.test_training_forward_equals_decoding_step_by_step,
+        test_faces.test_committing_in_pieces_equals_committing_at_once,
+        test_faces.test_branches_of_a_tree_equal_chains_of_their_own,
+        test_faces.test_rows_that_leave_and_come_back,
+        test_faces.test_a_draft_sees_rows_before_its_anchor_only,
+        test_faces.test_drafts_do_not_see_each_other,
+        test_faces.test_the_weights_of_a_word_are_counted,
+    ],
+    ids=lambda contract: contract.__name__,
+)
+def test_heads_with_constants_hold_the_contracts_of_all_drafters(tiny_llama, contract):
+    contract(tiny_llama, CONSTANTS)
+
+
+@torch.no_grad()
+def test_each_head_has_a_constant_of_its_own(tiny_llama, tmp_path):
+    """One is changed at a time; and trimming, saving and exporting keep them."""
+    net = test_faces.net_for(tiny_llama, CONSTANTS)
+    base_11H, path_11K = torch.randn(1, 1, 32), torch.randint(0, 320, (1, 1, 4))
+
+    def every(net):
+        return torch.cat([net.logits(net.ask(k, base_11H, path_11K)[0], path_11K[0, :, 0]) for k in (1, 2, 3, 4)])
+
+    before = every(net)
+    net.head_bias.weight[7, 2] += 1.5
+    wanted = before.clone()
+    wanted[2, 7] += 1.5
+    torch.testing.assert_close(every(net), wanted)
+    ids = net.vocabulary.ids
+    kept = ids[(ids % 3 == 0) | (ids == ids[7]) | torch.isin(ids, torch.tensor(tiny_llama.end_ids))]
+    less = trim(net, tiny_llama, DraftVocabulary(kept, tiny_llama.vocab))
+    torch.testing.assert_close(every(less), wanted[:, torch.isin(ids, kept)])
+    save_drafter(tmp_path / "best", net, net.config, tiny_llama.identity, {})
+    export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(dtype="float32"), None)
+    for again in (load_drafter(tmp_path / "best", tiny_llama)[0], load_export(tmp_path / "export", tiny_llama)):
+        assert torch.equal(every(again), every(net))
+
+
+def test_constants_are_refused_beside_the_target_s_head():
+    with pytest.raises(
+        UserError, match="head_bias is true, but the heads are the target's, which is frozen; set own_heads to true"
+    ):
+        Hydra(head_bias=True)

@@ -11,7 +11,8 @@ A. A residual layer begins as nothing, so r = c, and without `prefix` training s
 is the target's own, frozen and shared, or (`own_heads`) a trained one for each depth. Every layer has weights of its own (the
 first released codes tie them by accident).
 
-Own heads are one matrix [Vd, K H]: head k reads the k-th block of a row that is zero elsewhere, so `logits` need not be told the depth.
+Own heads are one matrix [Vd, K H]: head k reads the k-th block of a row that is zero elsewhere, so `logits` need not be told the depth. With
+`head_bias` K columns more hold a constant of each head for every token, and the row has a one for its head in K places more.
 
 Shapes: B batch, T tokens, Q drafting rows, K heads, D target width, H width (= D), U width of u, R rows of a call, W nodes of a call,
 P places, S slots seen, N scored rows.
@@ -78,6 +79,11 @@ class _Heads(DrafterConfig):
     def head_dropout(self) -> float:
         return 0.0
 
+    @property
+    def constants(self) -> bool:
+        """Whether each head of its own has a bias."""
+        return False
+
 
 @dataclass(frozen=True)
 class Medusa(_Heads):
@@ -96,9 +102,15 @@ class Hydra(_Heads):
     """Read the rows before the anchor with one decoder block first (Hydra++)."""
     dropout: float = 0.0
     """Share of a layer's outputs left out in training; Hydra++ was published with 0.2."""
+    head_bias: bool = False
+    """Give each head of its own a constant for every token, as published ones have."""
 
     def __post_init__(self):
         super().__post_init__()
+        if self.head_bias and not self.own_heads:
+            raise UserError(
+                "drafter.init_args.head_bias is true, but the heads are the target's, which is frozen; set own_heads to true, or head_bias to false."
+            )
         if not 0 <= self.dropout < 1:
             raise UserError(f"drafter.init_args.dropout is {self.dropout}, but is a share: 0 (none) or more, and below 1.")
 
@@ -113,6 +125,10 @@ class Hydra(_Heads):
     @property
     def head_dropout(self) -> float:
         return self.dropout
+
+    @property
+    def constants(self) -> bool:
+        return self.head_bias
 
 
 class Head(nn.Module):
@@ -186,6 +202,10 @@ class HeadsNet(DrafterNet):
             self.lm_head = nn.Linear(config.heads * H, len(vocabulary.ids), bias=False)
         else:
             self.words = ()
+        if config.constants:
+            self.head_bias = nn.Linear(config.heads, len(vocabulary.ids), bias=False)
+            nn.init.zeros_(self.head_bias.weight)
+            self.words += ("head_bias.weight",)
         self.take_vocabulary(vocabulary)
 
     @property
@@ -194,19 +214,28 @@ class HeadsNet(DrafterNet):
         return self.heads[0].layers[0].weight.dtype
 
     def logits(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:
-        return self.lm_head(hidden_NH) if self.config.own_heads else self.target_head(hidden_NH)
+        if not self.config.own_heads:
+            return self.target_head(hidden_NH)
+        if not self.config.constants:
+            return self.lm_head(hidden_NH)
+        state_NX, which_NK = hidden_NH.split([self.lm_head.in_features, self.config.heads], dim=-1)
+        return self.lm_head(state_NX) + self.head_bias(which_NK)
 
     def ask(self, depth: int, base_BWH: Tensor, path_BWK: Tensor) -> Tensor:
         """What head `depth` says of the anchor and the drafted tokens in front of it, path[..., :depth]: [B, W, H], or with own heads
-        [B, W, K H] of which one block is not zero."""
+        [B, W, K H] of which one block is not zero, and with constants [B, W, K H + K]."""
         u = base_BWH
         if self.config.sees_drafts:
             u = torch.cat([base_BWH, self.embed(path_BWK[..., :depth]).flatten(2)], dim=-1)
         r_BWH = self.heads[depth - 1](u)
         if not self.config.own_heads:
             return r_BWH
-        H = self.shape.hidden
-        return nn.functional.pad(r_BWH, ((depth - 1) * H, (self.config.heads - depth) * H))
+        H, before, behind = self.shape.hidden, depth - 1, self.config.heads - depth
+        state_BWX = nn.functional.pad(r_BWH, (before * H, behind * H))
+        if not self.config.constants:
+            return state_BWX
+        one_BW1 = torch.ones_like(r_BWH[..., :1])
+        return torch.cat([state_BWX, nn.functional.pad(one_BW1, (before, behind))], dim=-1)
 
     # ---- training face -------------------------------------------------------------------------------------------------
 

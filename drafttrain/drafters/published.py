@@ -12,8 +12,8 @@ Numbers l count modules, dropout among them, so only their order means anything.
 the file stand for it; so a fault can be told in the file's own words, and nothing that is not asked for is taken in silence.
 
 **Biases of Hydra.** Its blocks add a bias b beside the projection, r_1 = P u + b + SiLU(U_1 u + b_1), and its heads one beside the matrix,
-W r + c. Ours have neither. With r' = r - b the layers behind are the same with b_l + U_l b in the place of b_l, and the logits W r' +
-(W b + c): the same net but for one constant vector of logits for each head, which is left out, and told.
+W r + c. Our blocks have none. With r' = r - b the layers behind are the same with b_l + U_l b in the place of b_l, and the logits W r' +
+(W b + c): the same net with one constant for each token and head, which is what `head_bias` holds. Without that option it is left out, and told.
 
 Layers of the target: lists at the top level count as vLLM does, the residual stream behind k layers, our tap k - 1; lists in
 `eagle_config` count 0-based outputs, as taps do.
@@ -56,7 +56,8 @@ class Published:
     """Tensors that a file may lack where they are nothing but zeros (a pattern of full names)."""
     left_out: str = r"(?!)"
     """Tensors that have no place in our nets by design (a pattern of full names)."""
-    notes: list[str] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    """A weight that ours have by an option -> what is lost without it, for people; its tensors are then left out."""
     raw_embeddings: str | None = None
     """The tensor whose left half reads embeddings as they stand in the target's table; ours reads them as the target does."""
 
@@ -206,7 +207,11 @@ def _hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Published:
     places = _numbers(HYDRA_BLOCK % r"\d+", tensors)
     matrix = "hydra_lm_head.{k}.1" if "hydra_lm_head.0.1.weight" in tensors else "hydra_lm_head.{k}"
     prefix = any(name.startswith("prefix_embeding_layer.") for name in tensors)
-    tensors, notes = _fold_biases(tensors, heads, places, matrix)
+    tensors, largest = _fold_biases(tensors, heads, places, matrix)
+    note = (
+        f"its heads add a constant to each token's logit (their biases, up to {largest:.3g}), which is left out, so training begins a little behind "
+        "it; set drafter.init_args.head_bias to true to keep it"
+    )
     refusals = [
         f"{key} is {config[key]}, and a Hydra of ours {why}"
         for key, value, why in (
@@ -217,8 +222,8 @@ def _hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Published:
     ]
 
     def theirs(name: str) -> list[str]:
-        if name == "lm_head.weight":
-            return [matrix.format(k=k) + ".weight" for k in range(heads)]
+        if what := {"lm_head.weight": ".weight", "head_bias.weight": ".bias"}.get(name):
+            return [matrix.format(k=k) + what for k in range(heads)]
         if match := re.fullmatch(r"heads\.(\d+)\.layers\.(\d+)\.(weight|bias)", name):
             k, layer, what = int(match[1]), int(match[2]), match[3]
             return [f"hydra_mlp.{k}.{places[layer] if layer < len(places) else layer}.linear.{what}"]
@@ -236,13 +241,15 @@ def _hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Published:
         theirs=theirs,
         options={"heads": heads, "layers": len(places), "own_heads": True, "prefix": prefix},
         refusals=refusals,
+        zeros=r"hydra_lm_head\.\d+(\.1)?\.bias",
         left_out=r"prefix_embeding_layer\.embed_tokens\.weight|.*rotary_emb\.inv_freq",
-        notes=notes,
+        lost={"head_bias.weight": note} if largest else {},
     )
 
 
-def _fold_biases(tensors: dict[str, Tensor], heads: int, places: list[int], matrix: str) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors without the biases that our heads do not have, and what is lost by that: see the top of this file."""
+def _fold_biases(tensors: dict[str, Tensor], heads: int, places: list[int], matrix: str) -> tuple[dict[str, Tensor], float]:
+    """The tensors with all biases beside projections and matrices in one constant of each head, [Vd, 1] under the name of the matrix's
+    bias, none where all are alike; and the largest of them: see the top of this file."""
     folded, largest = dict(tensors), 0.0
     for k in range(heads):
         beside = folded.pop(f"hydra_mlp.{k}.{places[0]}.res_connection.bias", None)
@@ -255,12 +262,10 @@ def _fold_biases(tensors: dict[str, Tensor], heads: int, places: list[int], matr
                 if weight is not None and bias is not None:
                     folded[f"hydra_mlp.{k}.{place}.linear.bias"] = bias.float() + weight.float() @ beside.float()
             constant = constant + head.float() @ beside.float()
-        largest = max(largest, float((constant - constant.mean()).abs().max()))  # what all logits share changes nothing
-    note = (
-        f"its heads add a constant to each token's logit (their biases, up to {largest:.3g}), which ours do not have: left out, so training "
-        "begins a little behind it"
-    )
-    return folded, [note] if largest > 1e-6 else []
+        if (spread := float((constant - constant.mean()).abs().max())) > 1e-6:  # what all logits share changes nothing
+            folded[matrix.format(k=k) + ".bias"] = constant[:, None]
+            largest = max(largest, spread)
+    return folded, largest
 
 
 LAYOUTS: tuple[tuple[str, Callable[[dict[str, Any], dict[str, Tensor]], Published]], ...] = (

@@ -71,7 +71,7 @@ class WarmStart:
         else:
             found = _published(read_json(folder / "config.json", what), tensors, target, what)
         _require_same_net(found, config, target, what)
-        notes += tuple(found.notes) + _rotary_note(found, target)
+        notes += _rotary_note(found, target)
         return WarmStart(where, found, config, target, _held(found, target.vocab, what), notes)
 
     # ---- vocabulary ----------------------------------------------------------------------------------------------------
@@ -133,6 +133,8 @@ class WarmStart:
             used.update(names)
             if all(part is not None for part in parts):
                 weights[ours] = torch.cat([part for part in parts if part is not None], dim=-1)
+        without = [ours for ours in found.lost if ours not in net.state_dict()]
+        used.update(name for ours in without for name in found.theirs(ours))
         spare = set(found.tensors) - used - set(MAPS)
         left_out = {name for name in spare if found.skips(name)}
         faults += [f"{name} is unknown" for name in sorted(spare - left_out)]
@@ -146,8 +148,9 @@ class WarmStart:
             weights |= {name: weights[name][rows] for name in net.words}
         net.load_state_dict(weights)
         line = f"starting from {self.where}: {found.layout}, {len(weights)} tensors"
+        notes = (*self.notes, *(found.lost[ours] for ours in without), *self._strangers(left_out))
         skipped = [f"left out, as the target's or not needed: {', '.join(sorted(left_out))}"] if left_out else []
-        return ["; ".join([line, *skipped]), *(f"note: {note}" for note in (*self.notes, *self._strangers(left_out)))]
+        return ["; ".join([line, *skipped]), *(f"note: {note}" for note in notes)]
 
     def _part(self, name: str, own: Tensor, parts: int, words: bool, faults: list[str]) -> Tensor | None:
         """One tensor of the file in the shape that ours needs, before its rows are picked; None behind a fault."""

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -285,35 +286,73 @@ def test_a_drafter_of_ours_for_another_target_is_told(tiny_llama, tmp_path):
     assert any("trained with another target (the revision of the target's weights (tuned there" in line for line in lines)
 
 
-@pytest.mark.parametrize("prefix", [False, True])
-def test_hydra_s_biases_leave_one_constant_for_each_head(tiny_llama, tmp_path, prefix):
-    """The published formula with its biases, computed from the published tensors, against our net."""
-    config = Hydra(heads=3, layers=3, own_heads=True, prefix=prefix)
-    old = source(tiny_llama, config)
-    config_json, tensors = hydra(old)
+def published_hydra(tensors, prefix, k, u):
+    """Logits of head k as published, biases and all, from the published tensors."""
+    place, after = (lambda layer: 1 + 2 * layer, ".1") if prefix else (lambda layer: layer, "")
+    linear = lambda x, name: x @ tensors[name + ".weight"].T + tensors[name + ".bias"]  # noqa: E731
+    first = f"hydra_mlp.{k}.{place(0)}"
+    r = linear(u, first + ".res_connection") + torch.nn.functional.silu(linear(u, first + ".linear"))
+    for i in (1, 2):
+        r = r + torch.nn.functional.silu(linear(r, f"hydra_mlp.{k}.{place(i)}.linear"))
+    return linear(r, f"hydra_lm_head.{k}{after}")
+
+
+def biased_hydra(target, prefix):
+    config_json, tensors = hydra(source(target, Hydra(heads=3, layers=3, own_heads=True, prefix=prefix)))
     g = torch.Generator().manual_seed(8)
     for name in tensors:
         if name.endswith("bias"):
             tensors[name] = torch.randn(tensors[name].shape, generator=g) * 0.3
+    return config_json, tensors
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("words", [None, 90])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_hydra_comes_back_with_its_biases(tiny_llama, tmp_path, prefix, words):
+    """Also where the head is cut to fewer tokens: each has its own constant."""
+    config_json, tensors = biased_hydra(tiny_llama, prefix)
+    config = Hydra(heads=3, layers=3, own_heads=True, prefix=prefix, head_bias=True, draft_vocab=words)
     net, lines = begin(tiny_llama, config, write(tmp_path, config_json, tensors))
-    place, after = (lambda layer: 1 + 2 * layer, ".1") if prefix else (lambda layer: layer, "")
+    assert not [line for line in lines if line.startswith("note")] and not any("bias" in line for line in lines)
+    c_BWH, path_BWK = torch.randn(1, 40, 32), torch.randint(0, 320, (1, 40, 3))
+    for k in range(3):
+        u = torch.cat([c_BWH, tiny_llama.embed(path_BWK[..., : k + 1]).flatten(2)], dim=-1)[0]
+        wanted = published_hydra(tensors, prefix, k, u)[:, net.vocabulary.ids]
+        got = net.logits(net.ask(k + 1, c_BWH, path_BWK)[0], path_BWK[0, :, 0])
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("prefix", [False, True])
+def test_hydra_s_biases_leave_one_constant_for_each_head(tiny_llama, tmp_path, prefix):
+    """Without heads that hold it: the published formula with its biases, computed from the published tensors, against our net."""
+    config_json, tensors = biased_hydra(tiny_llama, prefix)
+    config = Hydra(heads=3, layers=3, own_heads=True, prefix=prefix)
+    net, lines = begin(tiny_llama, config, write(tmp_path, config_json, tensors))
     largest = 0.0
     for k in range(3):
-        u = torch.randn(40, 32 * (k + 2), generator=g)
-        linear = lambda x, name: x @ tensors[name + ".weight"].T + tensors[name + ".bias"]  # noqa: E731
-        first = f"hydra_mlp.{k}.{place(0)}"
-        r = linear(u, first + ".res_connection") + torch.nn.functional.silu(linear(u, first + ".linear"))
-        for i in (1, 2):
-            r = r + torch.nn.functional.silu(linear(r, f"hydra_mlp.{k}.{place(i)}.linear"))
-        said = linear(r, f"hydra_lm_head.{k}{after}")
-        with torch.no_grad():
-            ours = net.heads[k](u) @ net.lm_head.weight[:, 32 * k : 32 * (k + 1)].T
+        u = torch.randn(40, 32 * (k + 2))
+        said = published_hydra(tensors, prefix, k, u)
+        ours = net.heads[k](u) @ net.lm_head.weight[:, 32 * k : 32 * (k + 1)].T
         constant = (said - ours).mean(0)
         assert float(constant.abs().max()) > 0.1
         torch.testing.assert_close(said - constant, ours, rtol=1e-4, atol=1e-4)
         largest = max(largest, float((constant - constant.mean()).abs().max()))
     (note,) = [line for line in lines if line.startswith("note")]
     assert f"up to {largest:.2g}" in note or f"up to {largest:.3g}" in note
+    assert note.endswith("set drafter.init_args.head_bias to true to keep it") and "\n" not in note
+    assert not any("hydra_lm_head" in line for line in lines)  # said once, in words
+
+
+def test_a_hydra_without_biases_fills_one_that_has_them(tiny_llama, tmp_path):
+    config, published, _ = PUBLISHED["hydra++"]
+    old = source(tiny_llama, config)
+    config_json, tensors = published(old)
+    tensors = {name: value for name, value in tensors.items() if not name.startswith("hydra_lm_head") or "bias" not in name}
+    net, _ = begin(tiny_llama, replace(config, head_bias=True), write(tmp_path, config_json, tensors))
+    assert_same(net, old, tiny_llama)
+    assert not net.head_bias.weight.any()
 
 
 def test_tables_that_are_not_the_target_s_and_another_rotary_base_are_told(tiny_llama, tmp_path):
