@@ -5,6 +5,7 @@ the report's `validation.json`. A number that was not measured is not in the car
 the numbers in.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -131,21 +132,22 @@ def _serving(format: Format, made: dict, report: dict | None) -> str:
     drafts, blocks = _drafts(format, made, report), ["## Serve"]
     for engine in format.engines:
         say = "" if engine.name == "sglang" else "; say the method, or it is guessed from the path"
-        command = (_sglang if engine.name == "sglang" else _vllm)(target, here, engine.method, drafts)
+        if engine.name == "sglang":
+            command = _sglang(target, here, engine.method, drafts, format.whole_block)
+        else:
+            command = _vllm(target, here, engine.method, drafts, format.extra_words(engine.name))
         flags = format.extra_flags(engine.name, made, here)
         blocks.append(f"{NAMES[engine.name]} ({engine.versions}{say}):\n\n```bash\n{command}{flags}\n```")
     return "\n\n".join(blocks) + "\n"
 
 
-def _vllm(target: str, here: str, method: str, drafts: int) -> str:
-    return (
-        f"vllm serve {target} \\\n"
-        f'  --speculative-config \'{{"method": "{method}", "model": "{here}", "num_speculative_tokens": {drafts}}}\''
-    )
+def _vllm(target: str, here: str, method: str, drafts: int, more: dict[str, Any]) -> str:
+    asked = json.dumps({"method": method, "model": here, "num_speculative_tokens": drafts} | more)
+    return f"vllm serve {target} \\\n  --speculative-config '{asked}'"
 
 
-def _sglang(target: str, here: str, method: str, drafts: int) -> str:
-    chain = "" if method == "DFLASH" else f" --speculative-num-steps {drafts} --speculative-eagle-topk 1"
+def _sglang(target: str, here: str, method: str, drafts: int, whole_block: bool) -> str:
+    chain = "" if whole_block else f" --speculative-num-steps {drafts} --speculative-eagle-topk 1"
     return (
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm {method} \\\n"
         f"  --speculative-draft-model-path {here}{chain} \\\n"
@@ -156,7 +158,9 @@ def _sglang(target: str, here: str, method: str, drafts: int) -> str:
 def _running() -> str:
     return """## Run
 
-No serving engine loads this folder. drafttrain runs a local copy of it, with a recipe for the target:
+No serving engine loads this folder: vLLM, SGLang and what reads speculators' files stop at its config.json, so no server can draft with it.
+drafttrain's own loop can, on one machine and for one user: `generate` answers with it, `validate` and `bench` measure it. They take a local
+copy, and a recipe for the target:
 
 ```bash
 python -m drafttrain generate --config RECIPE.yaml --draft PATH/TO/THIS/FOLDER --prompt "Name three rivers."

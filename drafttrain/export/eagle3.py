@@ -86,18 +86,13 @@ class Eagle3Format(Format):
         return refused(net)
 
     def notes(self, net: DrafterNet, target: Target) -> list[str]:
-        found, gap = [], embedding_gap(target, net.shape.rms_eps) if self.lends_raw else 0.0
+        found = []
         if net.config.head_rank is not None:
             found.append(
                 f"The head of rank {net.config.head_rank} is written multiplied out, since engines have no factored heads: served, it "
                 f"costs as much as a dense one of {len(net.vocabulary.ids):,} tokens."
             )
-        if gap > EMBEDDING_GAP:
-            found.append(
-                f"The target scales its embeddings and engines give the drafter the raw ones; its first norm cancels that up to "
-                f"{gap:.1%}, so served acceptance may be a little below the measured one."
-            )
-        return found
+        return found + (scale_notes(target, net.shape.rms_eps) if self.lends_raw else [])
 
     def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
         tensors, copied = tensors_of(net)
@@ -206,6 +201,17 @@ def read_engine_config(config: dict[str, Any], where: str) -> Eagle3Facts:
     if wrong:
         raise UserError(f"{where}/config.json is not an EAGLE-3 drafter that can be read here: {'; '.join(wrong)}.")
     return facts
+
+
+def scale_notes(target: Target, eps: float) -> list[str]:
+    """A sentence where engines lend a drafter, whose first norm has this epsilon, embeddings that it was not trained on."""
+    gap = embedding_gap(target, eps)
+    if gap <= EMBEDDING_GAP:
+        return []
+    return [
+        f"The target scales its embeddings and engines give the drafter the raw ones; its first norm cancels that up to "
+        f"{gap:.1%}, so served acceptance may be a little below the measured one."
+    ]
 
 
 @torch.no_grad()

@@ -146,6 +146,7 @@ def check_export(
             format.read(config, written.rounded(dtype), target, net.config, str(folder)),
         )
     )
+    words = len(net.vocabulary.ids)
     largest, against_cast = float(trained.abs().max()), float((got - cast).abs().max())
     # The head of a target in half precision rounds otherwise where the state before it differs in the last bit.
     exact = ROUNDING if written.copied else max(ARITHMETIC, torch.finfo(target.dtype).eps)
@@ -157,7 +158,7 @@ def check_export(
             )
     return {
         "against_cast": against_cast, "against_trained": float((got - trained).abs().max()), "largest_logit": largest,
-        "same_first_choice": float((got.argmax(-1) == trained.argmax(-1)).float().mean()), "rows": len(got),
+        "same_first_choice": float((got[:, :words].argmax(-1) == trained[:, :words].argmax(-1)).float().mean()), "rows": len(got),
     }  # fmt: skip
 
 
@@ -237,8 +238,10 @@ def _fixed_input(net: DrafterNet, target: Target) -> tuple[Sequences, Features]:
 
 
 def _chain_logits(net: DrafterNet, sequences: Sequences, features: Features) -> Tensor:
-    """[N, Vd] in fp32, elements in the layout's order: every anchor, every depth."""
+    """[N, Vd] in fp32, elements in the layout's order: every anchor, every depth. Where the drafter tells how sure it is, that is a last column."""
     device = features.final_BTD.device
     layout = net.layout(sequences, min(CHECK_DEPTH, net.deepest or CHECK_DEPTH)).to(device)
     drafted = net.rows(sequences.to(device), features, layout)
-    return net.logits(drafted.hidden_NH, drafted.prev_N).float()
+    logits_NV = net.logits(drafted.hidden_NH, drafted.prev_N).float()
+    sure_N = net.confidence(drafted.hidden_NH, drafted.prev_N)
+    return logits_NV if sure_N is None else torch.cat([logits_NV, sure_N[:, None].float()], dim=1)

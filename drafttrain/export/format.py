@@ -48,10 +48,15 @@ class Written:
     """Name -> content of what else the engine wants."""
     copied: bool = True
     """Whether every weight is a copy of a trained one, and none the result of arithmetic."""
+    kept: frozenset[str] = frozenset()
+    """Names of tensors that engines hold in fp32: these are not rounded."""
 
     def rounded(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors as they stand on disk."""
-        return {name: x.to(dtype).contiguous() if x.is_floating_point() else x.contiguous() for name, x in self.tensors.items()}
+        return {
+            name: x.to(dtype).contiguous() if x.is_floating_point() and name not in self.kept else x.contiguous()
+            for name, x in self.tensors.items()
+        }
 
 
 class Format:
@@ -103,6 +108,10 @@ class Format:
     def about(self, made: dict[str, Any]) -> str:
         """What the drafter is, in a sentence or two for the card. `made` is drafttrain.json."""
         raise NotImplementedError
+
+    def extra_words(self, engine: str) -> dict[str, Any]:
+        """What vLLM's speculative configuration needs besides the usual."""
+        return {}
 
     def extra_flags(self, engine: str, made: dict[str, Any], here: str) -> str:
         """What the serving command of an engine needs besides the usual; `here` is the place of the folder."""

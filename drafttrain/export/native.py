@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.block import BlockNet
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.errors import UserError
+from drafttrain.export.block_format import require_layout
 from drafttrain.export.format import (
     Format,
     Table,
@@ -48,6 +50,7 @@ class NativeFormat(Format):
             "hidden_size": target.hidden,
             "vocab_size": target.vocab,
             "draft_vocab_size": len(net.vocabulary.ids),
+            **_layout(net),
             "tensors": {name: list(weight.shape) for name, weight in weights.items()},
             **dtype_words(dtype),
         }
@@ -71,7 +74,10 @@ class NativeFormat(Format):
         weights = dict(tensors)
         vocabulary = read_map(weights, target.vocab, where)
         try:
-            return fill(classes[name](**config["init_args"]).build(target, vocabulary), weights, target)
+            net = classes[name](**config["init_args"]).build(target, vocabulary)
+            if isinstance(net, BlockNet):
+                require_layout(config, net.first, name, where)
+            return fill(net, weights, target)
         except (TypeError, RuntimeError) as error:
             raise UserError(
                 f"{where} does not fit its own config.json ({str(error).splitlines()[0]}); export the drafter again."
@@ -80,3 +86,8 @@ class NativeFormat(Format):
     def about(self, made: dict[str, Any]) -> str:
         options = ", ".join(f"{name} {value}" for name, value in made["init_args"].items() if value not in (None, False, []))
         return f"It is a `{made['class_path']}` ({options}). No serving engine loads this folder: drafttrain's own loop is the runtime."
+
+
+def _layout(net: DrafterNet) -> dict[str, bool]:
+    """Which slot of a block says the first draft."""
+    return {"sample_from_anchor": net.first == 0} if isinstance(net, BlockNet) else {}

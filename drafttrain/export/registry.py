@@ -14,11 +14,14 @@ from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.errors import UserError
 from drafttrain.export.dflash import DFlashFormat, DFlashForVllm
+from drafttrain.export.dflash2 import DFlash2Format, DFlash2ForVllm
+from drafttrain.export.dspark import DSparkFormat, DSparkForVllm
 from drafttrain.export.eagle import EagleForSglang, EagleForVllm
 from drafttrain.export.eagle3 import Eagle3Format
 from drafttrain.export.format import NAMES, Format
 from drafttrain.export.medusa import MedusaFormat
 from drafttrain.export.native import NativeFormat
+from drafttrain.export.p_eagle import PEagleFormat
 from drafttrain.export.speculators import DFlashSpeculators, Eagle3Speculators
 from drafttrain.target.target import Target
 
@@ -37,11 +40,9 @@ ENTRIES: dict[type[DrafterConfig], Entry] = {
     Eagle3: Entry((Eagle3Format(), Eagle3Speculators())),
     Eagle: Entry((EagleForVllm(), EagleForSglang())),
     DFlash: Entry((DFlashFormat(), DFlashForVllm(), DFlashSpeculators())),
-    PEagle: Entry(
-        otherwise="vLLM's form of P-EAGLE is not written yet, and SGLang has none; drafttrain's own loop is the runtime"
-    ),
-    DFlash2: Entry(otherwise="this version of drafttrain writes DFlash 2 for its own loop alone"),
-    DSpark: Entry(otherwise="this version of drafttrain writes DSpark for its own loop alone"),
+    PEagle: Entry((PEagleFormat(),), "SGLang has no P-EAGLE, and speculators' form of it is not written"),
+    DFlash2: Entry((DFlash2Format(), DFlash2ForVllm()), "speculators' form of DFlash 2 is not written"),
+    DSpark: Entry((DSparkFormat(), DSparkForVllm()), "speculators' form of DSpark is not written"),
     Medusa: Entry((MedusaFormat(),), "no release of SGLang loads Medusa heads, and vLLM up to 0.26 alone"),
     Hydra: Entry(otherwise="no engine loads Hydra; drafttrain's own loop is the runtime"),
 }
@@ -57,12 +58,11 @@ def choose_format(net: DrafterNet, target: Target, asked: str | None) -> tuple[F
     """
     entry, name = ENTRIES.get(type(net.config), Entry()), type(net.config).__name__
     otherwise = entry.otherwise or f"this version of drafttrain knows no form of a {name} that it loads"
-    alone = [] if entry.formats else [_sentence(otherwise)]
     if asked is None:
         format, refused = _first([*entry.formats, NATIVE], net, target)
-        return format, alone + _notes(format, refused)
+        return format, ([] if entry.formats else [_sentence(otherwise)]) + _notes(format.engine_names, refused)
     if asked == NATIVE.name:
-        return NATIVE, alone
+        return NATIVE, _native_notes(entry.formats, otherwise, net, target)
     asked_for = [format for format in entry.formats if asked in format.engine_names]
     if not asked_for:
         others = {name: None for format in entry.formats if format.refusal(net, target) is None for name in format.engine_names}
@@ -73,7 +73,7 @@ def choose_format(net: DrafterNet, target: Target, asked: str | None) -> tuple[F
     format, refused = _first(asked_for, net, target)
     if format in refused:
         raise UserError(f"export.format is {asked}, but this drafter cannot be written for {NAMES[asked]}: {refused[format]}.")
-    return format, _notes(format, refused)
+    return format, _notes(format.engine_names, refused)
 
 
 def _first(formats: Sequence[Format], net: DrafterNet, target: Target) -> tuple[Format, dict[Format, str]]:
@@ -86,10 +86,24 @@ def _first(formats: Sequence[Format], net: DrafterNet, target: Target) -> tuple[
     return format, refused
 
 
-def _notes(chosen: Format, refused: dict[Format, str]) -> list[str]:
-    """A sentence for each that was passed over, about the engines that the chosen one does not serve."""
-    lost = {format: [NAMES[name] for name in format.engine_names if name not in chosen.engine_names] for format in refused}
-    return [f"Not written for {' and '.join(names)}: {refused[format]}." for format, names in lost.items() if names]
+def _notes(served: Sequence[str], refused: dict[Format, str]) -> list[str]:
+    """A sentence for each reason, about the engines that are not served; of several, an engine's last is what keeps it from loading the drafter."""
+    reasons = {name: reason for format, reason in refused.items() for name in format.engine_names if name not in served}
+    lost = {reason: [NAMES[name] for name, other in reasons.items() if other == reason] for reason in reasons.values()}
+    return [f"Not written for {' and '.join(names)}: {reason}." for reason, names in lost.items()]
+
+
+def _native_notes(formats: Sequence[Format], otherwise: str, net: DrafterNet, target: Target) -> list[str]:
+    """Of a drafter written for drafttrain alone because that was asked for: who would load it in another form, and who would not."""
+    refused = {format: reason for format in formats if (reason := format.refusal(net, target)) is not None}
+    can = list(dict.fromkeys(name for format in formats if format not in refused for name in format.engine_names))
+    if not can:
+        return _notes([], refused) or [_sentence(otherwise)]
+    names = " and ".join(NAMES[name] for name in can)
+    told = (
+        f"Written for drafttrain alone, as asked: the same drafter serves in {names} where export.format is {' or '.join(can)}."
+    )
+    return [told, *_notes(can, refused)]
 
 
 def _sentence(words: str) -> str:

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
-from drafttrain.drafters.dflash import DFlashNet
+from drafttrain.drafters.block import BlockNet
 from drafttrain.errors import UserError
+from drafttrain.export.backbone import BlockFacts, layer_config
+from drafttrain.export.backbone import facts_of as block_facts_of
+from drafttrain.export.backbone import tensor_table as block_table
+from drafttrain.export.backbone import tensors_of as block_tensors_of
 from drafttrain.export.block import PLAIN, block_config, head_refusal, read_block, refused, special_ids
-from drafttrain.export.dflash import DFlashFacts, DFlashFormat, build_dflash, layer_config, require_one_plus_n
-from drafttrain.export.dflash import facts_of as dflash_facts_of
-from drafttrain.export.dflash import tensor_table as dflash_table
-from drafttrain.export.dflash import tensors_of as dflash_tensors_of
+from drafttrain.export.block_format import require_layout
+from drafttrain.export.dflash import DFlashFormat
 from drafttrain.export.eagle3 import Eagle3Facts, Eagle3Format, build_eagle3, facts_of, tensor_table, tensors_of
 from drafttrain.export.format import Engine, Table, Written, dtype_words, require_target
 from drafttrain.export.rows import read_rows, reads_raw, require_same
@@ -94,8 +96,8 @@ class DFlashSpeculators(DFlashFormat):
         return refused(net) or head_refusal(target)
 
     def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
-        assert isinstance(net, DFlashNet) and net.deepest is not None
-        facts = dflash_facts_of(net, target)
+        assert isinstance(net, BlockNet) and net.deepest is not None
+        facts = block_facts_of(net, target)
         config = {
             **_frame(self.architecture, "dflash", net.deepest, target, called, dtype),
             "transformer_layer_config": layer_config(facts, dtype, special_ids(target)),
@@ -104,15 +106,15 @@ class DFlashSpeculators(DFlashFormat):
             "sample_from_anchor": net.first == 0,
             "sliding_window_non_causal": not net.causal,
         }
-        return Written(config, dflash_tensors_of(net, target, facts))
+        return Written(config, block_tensors_of(net, target, facts))
 
     def table(self, config: dict[str, Any], where: str) -> Table:
-        return dflash_table(_dflash_facts(config, where))
+        return block_table(_dflash_facts(config, where))
 
     def read(
         self, config: dict[str, Any], tensors: Mapping[str, Tensor], target: Target, recorded: DrafterConfig | None, where: str
     ) -> DrafterNet:
-        return build_dflash(_dflash_facts(config, where), tensors, target, recorded, where)
+        return self.build(_dflash_facts(config, where), {}, tensors, target, recorded, where)
 
 
 def _frame(architecture: str, algorithm: str, drafts: int, target: Target, called: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -150,7 +152,7 @@ def _eagle3_words(facts: Eagle3Facts) -> dict[str, Any]:
     }
 
 
-def _dflash_words(facts: DFlashFacts) -> dict[str, Any]:
+def _dflash_words(facts: BlockFacts) -> dict[str, Any]:
     return {
         "draft_vocab_size": facts.draft_vocab,
         "target_hidden_size": facts.shape.target_hidden,
@@ -179,13 +181,13 @@ def _eagle3_facts(config: dict[str, Any], where: str) -> Eagle3Facts:
     return facts
 
 
-def _dflash_facts(config: dict[str, Any], where: str) -> DFlashFacts:
+def _dflash_facts(config: dict[str, Any], where: str) -> BlockFacts:
     """Raises UserError for a drafter that this reader cannot compute."""
-    require_one_plus_n(config.get("sample_from_anchor"), where)
+    require_layout(config, DFlashFormat.first, DFlashFormat.word, where)
     try:
         layer = config["transformer_layer_config"]
         shape, wrong = read_block(layer, PLAIN | {"num_hidden_layers": layer["num_hidden_layers"], "model_type": "qwen3"})
-        facts = DFlashFacts(
+        facts = BlockFacts(
             taps=tuple(k - 1 for k in config["aux_hidden_state_layer_ids"]),
             shape=shape,
             layers=layer["num_hidden_layers"],

@@ -206,7 +206,18 @@ class ReferenceDFlash(Reference):
         self.head_VH = own.get("lm_head.weight", head_VH).float()
         self.ids = torch.arange(len(self.head_VH)) + self.weights.get("d2t", 0)
         self.nested = self.config["dflash_config"]
+        self.check_layout()
+
+    def check_layout(self) -> None:
         assert not self.nested["sample_from_anchor"]
+
+    def masked(self, drafts: int) -> int:
+        """Masked slots of a block for so many drafts."""
+        return drafts
+
+    def around(self, name: str, x_SH: torch.Tensor, sublayer) -> torch.Tensor:
+        """What a sublayer adds; `name` is what a drafter may put around it."""
+        return sublayer(x_SH)
 
     def vllm_layers(self) -> list[int]:
         return self.config["eagle_aux_hidden_state_layer_ids"]
@@ -264,14 +275,18 @@ class ReferenceDFlash(Reference):
     def slots(self, anchor: int, taps_TAD: torch.Tensor, drafts: int, start: int) -> torch.Tensor:
         """[S, H], after the last norm. The anchor stands at `start`."""
         combined_TH = self.combine(taps_TAD)
-        x_SH = self.embedding_VH[[anchor] + [self.nested["mask_token_id"]] * drafts]
+        x_SH = self.embedding_VH[[anchor] + [self.nested["mask_token_id"]] * self.masked(drafts)]
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
-            x_SH = x_SH + self.attend(layer, self.norm(f"{name}.input_layernorm", x_SH), self.context(layer, combined_TH), start)
+            y_SH, seen_TH = self.norm(f"{name}.input_layernorm", x_SH), self.context(layer, combined_TH)
+            x_SH = x_SH + self.around(f"{name}.attention_conv", y_SH, lambda u: self.attend(layer, u, seen_TH, start))
             y_SH = self.norm(f"{name}.post_attention_layernorm", x_SH)
-            gate, up = (self.linear(f"{name}.mlp.{n}_proj", y_SH) for n in ("gate", "up"))
-            x_SH = x_SH + self.linear(f"{name}.mlp.down_proj", silu(gate) * up)
+            x_SH = x_SH + self.around(f"{name}.mlp_conv", y_SH, lambda u: self.mlp(f"{name}.mlp", u))
         return self.norm("norm", x_SH)
+
+    def mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        gate, up = (self.linear(f"{name}.{n}_proj", x) for n in ("gate", "up"))
+        return self.linear(f"{name}.down_proj", silu(gate) * up)
 
     def speaking(self, slots_SH: torch.Tensor) -> torch.Tensor:
         return slots_SH[1:]

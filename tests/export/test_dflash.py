@@ -10,8 +10,8 @@ from transformers import Qwen3Config
 
 from drafttrain.drafters.dflash import DFlash
 from drafttrain.errors import UserError
+from drafttrain.export.backbone import facts_of, layer_config
 from drafttrain.export.config import ExportConfig
-from drafttrain.export.dflash import facts_of, layer_config
 from drafttrain.export.export import export_drafter, load_export
 from drafttrain.export.rows import reads_raw
 

@@ -39,6 +39,10 @@ def why_not(name: str, asked: str, size: str, architecture: str) -> str | None:
         ("dflash window", "sglang"): (True, "every token of the target" if reduced else "window of 7"),
         ("dflash", "speculators"): (scaled, "the raw ones"),
         ("dflash window", "speculators"): (True, "window from the anchor"),
+        ("dspark", "vllm"): (scaled, "caps or scales"),
+        ("dspark", "sglang"): (reduced or scaled, "caps or scales" if scaled else "every token of the target"),
+        ("dflash2", "vllm"): (reduced, "among all tokens"),
+        ("dflash2", "sglang"): (True, "among all tokens" if reduced else "a window of 2048"),
     }
     holds, reason = rules.get((name, asked), (False, None))
     return reason if holds else None
@@ -64,7 +68,8 @@ def logits_of(net, target):
     sequences = chat("0000111111110001111100")
     features = target.read_packed(sequences, net.needs.taps)
     drafted = net.rows(sequences, features, net.layout(sequences, 4))
-    return net.logits(drafted.hidden_NH, drafted.prev_N)
+    logits_NV, sure_N = (ask(drafted.hidden_NH, drafted.prev_N) for ask in (net.logits, net.confidence))
+    return logits_NV if sure_N is None else torch.cat([logits_NV, sure_N[:, None]], dim=1)
 
 
 def plain(target, requests):
@@ -109,7 +114,10 @@ def test_half_precision_and_the_format_that_is_chosen_when_none_is_asked_for(tin
     assert can[0] in ([engine.name for engine in chosen.engines] or ["native"])
     assert made["check"]["against_cast"] <= 1e-6 * max(1, made["check"]["largest_logit"]) < made["check"]["against_trained"]
     told = [note for note in made["notes"] if "Not written for" in note]
-    wanted = {"eagle1": "vLLM", "hass": "vLLM", "medusa own heads": "vLLM", "dflash": "SGLang", "dflash window": "SGLang"}
+    wanted = {
+        "eagle1": "vLLM", "hass": "vLLM", "medusa own heads": "vLLM", "dflash": "SGLang", "dflash window": "SGLang", "dspark": "SGLang",
+        "dflash2": "vLLM and SGLang",
+    }  # fmt: skip
     assert [note.split(":")[0] for note in told] == [f"Not written for {engine}" for engine in filter(None, [wanted.get(name)])]
     otherwise = ENTRIES.get(type(net.config), Entry()).otherwise or "knows no form of"
     assert chosen.engines or told or otherwise[1:] in made["notes"][0]
