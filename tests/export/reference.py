@@ -8,6 +8,7 @@ Letters: T rows read, H width, V target vocabulary, A taps, K drafts, S slots, L
 """
 
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -279,9 +280,11 @@ class ReferenceDFlash(Reference):
         for layer in range(self.config["num_hidden_layers"]):
             name = f"layers.{layer}"
             y_SH, seen_TH = self.norm(f"{name}.input_layernorm", x_SH), self.context(layer, combined_TH)
-            x_SH = x_SH + self.around(f"{name}.attention_conv", y_SH, lambda u: self.attend(layer, u, seen_TH, start))
+            x_SH = x_SH + self.around(
+                f"{name}.attention_conv", y_SH, partial(self.attend, layer, context_TH=seen_TH, start=start)
+            )
             y_SH = self.norm(f"{name}.post_attention_layernorm", x_SH)
-            x_SH = x_SH + self.around(f"{name}.mlp_conv", y_SH, lambda u: self.mlp(f"{name}.mlp", u))
+            x_SH = x_SH + self.around(f"{name}.mlp_conv", y_SH, partial(self.mlp, f"{name}.mlp"))
         return self.norm("norm", x_SH)
 
     def mlp(self, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -79,7 +79,10 @@ def test_each_format_has_tags_and_commands_of_its_own(format):
             and "- No engine loads it." in text
             and "prefix True" in text
         )
-        assert "serving engine loads this folder" in text and "vllm serve" not in text
+        assert (
+            "No serving engine loads this folder: vLLM, SGLang and what reads speculators' files stop at its config.json" in text
+        )
+        assert "no server can draft with it" in text and "vllm serve" not in text
     else:
         asked = json.loads(parsed[0][parsed[0].index("--speculative-config") + 1])
         assert asked == {

@@ -181,3 +181,43 @@ def test_a_drafter_without_an_entry_is_written_as_ours(tiny_llama, tmp_path, mon
     made = export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(), None)
     assert made["format"] == "native" and "knows no form of a Medusa" in made["notes"][0]
     assert {field.name for field in fields(net.config)} == made["init_args"].keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "told"),
+    [
+        ("hydra", FULL, ["No engine loads Hydra; drafttrain's own loop is the runtime."]),
+        (
+            "dflash",
+            FULL,
+            [
+                "Written for drafttrain alone, as asked: the same drafter serves in vLLM and SGLang and speculators where export.format is vllm or sglang or speculators."
+            ],
+        ),
+        (
+            "dspark",
+            ONE_OF_FIVE_MISSING,
+            [
+                "Written for drafttrain alone, as asked: the same drafter serves in vLLM where export.format is vllm.",
+                "Not written for SGLang: SGLang's DSpark",
+            ],
+        ),
+        (
+            "dflash2",
+            ONE_OF_FIVE_MISSING,
+            ["Not written for vLLM and SGLang: engines choose a DFlash 2's candidates among all tokens"],
+        ),
+        (
+            "p-eagle",
+            FULL,
+            ["Written for drafttrain alone, as asked: the same drafter serves in vLLM where export.format is vllm."],
+        ),
+    ],
+)
+def test_a_native_export_says_who_does_not_load_it_and_who_could(tiny_llama, tmp_path, name, size, told):
+    made = export_drafter(net_for(tiny_llama, name, size), tiny_llama, tmp_path / "export", ExportConfig(format="native"), None)
+    assert len(made["notes"]) == len(told) and all(
+        note.startswith(start) for note, start in zip(made["notes"], told, strict=True)
+    )
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "vLLM, SGLang and what reads speculators' files stop at its config.json" in card and "no server can draft" in card
