@@ -63,8 +63,10 @@ def guarded(run: Callable[[], None]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     try:
-        code = _answered(run)
-        sys.stdout.flush()
+        try:
+            return _answered(run)
+        finally:  # also where argparse ends the program behind its help
+            sys.stdout.flush()
     except BrokenPipeError:
         gone = [stream.fileno() for stream in (sys.stdout, sys.stderr) if _unread(stream.fileno())]
         if not gone:  # a pipe or socket of the program's own
@@ -72,7 +74,6 @@ def guarded(run: Callable[[], None]) -> int:
         for number in gone:  # Python flushes once more when it ends
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
         return UNREAD
-    return code
 
 
 def _unread(number: int) -> bool:

@@ -131,6 +131,8 @@ def merge(base: dict[str, Any], top: dict[str, Any], place: str, source: str, no
         old = base.get(key)
         if isinstance(value, str) and isinstance(old, dict) and CLASS_KEYS & old.keys():
             value = {"class_path": value}  # `--drafter Eagle3`: a class by name
+        if isinstance(old, str) and isinstance(value, dict) and CLASS_KEYS & value.keys():
+            old = base[key] = {"class_path": old}  # `positions: Decay` in a file, its arguments on top
         if isinstance(old, dict) and isinstance(value, dict):
             new_class = value.get("class_path")
             if new_class is not None and _last(new_class) != _last(old.get("class_path")):

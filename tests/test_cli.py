@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ import yaml
 
 from data_prep.__main__ import main as data_prep
 from drafttrain.cli import main, pairs
+from drafttrain.decoding.engine import generate
 from drafttrain.errors import UserError
 from drafttrain.files import RunLock
 from drafttrain.recipe import load_recipe
+from drafttrain.validation.samples import Piece
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = "lightning", "deepspeed", "datasets", "torchmetrics"
@@ -108,6 +111,40 @@ def test_generate_answers_and_counts(made, capsys, draft):
     assert main(["generate", *flags(made), "--prompt", "hello there", *extra]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "tokens in" in out and "tau" in out and "with 2 drafts" in out
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_generate_shows_which_tokens_were_guessed_with_and_without_a_terminal(made, capsys, monkeypatch, terminal):
+    words = "[b]red[/b] " * 40  # longer than a line, and no markup
+    monkeypatch.setattr(
+        "drafttrain.commands.generate.pieces", lambda *_: [Piece("the sky", False), Piece(words, True), Piece("end", False)]
+    )
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if terminal:
+        monkeypatch.setenv("FORCE_COLOR", "1")
+    else:
+        monkeypatch.delenv("FORCE_COLOR", raising=False)
+    assert main(["generate", *flags(made), "--prompt", "hello"]) == 0
+    out = capsys.readouterr().out
+    if terminal:
+        assert "\x1b[1;32m" in out and "⟦" not in out
+        out = re.sub(r"\x1b\[[\d;]*m", "", out)
+    opens, closes = ("", "") if terminal else ("⟦", "⟧")
+    assert f"\nthe sky{opens}{words}{closes}end\n" in out
+    assert f"; {opens}guessed by the drafter{closes}, the rest said by the target\n" in out
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_generate_says_when_it_stopped_at_its_limit_and_what_lifts_it(made, capsys, monkeypatch, stopped):
+    def answer(*args, **kwargs):
+        for rollout in generate(*args, **kwargs):
+            yield replace(rollout, stopped=stopped)
+
+    monkeypatch.setattr("drafttrain.commands.generate.generate", answer)
+    assert main(["generate", *flags(made), "--prompt", "hello", "--validate.max_tokens", "5"]) == 0
+    said = "stopped at its limit of 5 tokens (validate.max_tokens); for a longer answer add --validate.max_tokens 20\n"
+    assert capsys.readouterr().out.endswith(said) != stopped
 
 
 def test_generate_needs_words(made, capsys):

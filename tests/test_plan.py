@@ -1,11 +1,13 @@
 """What `plan` promises, against what is then there: tensors on disk and in memory, and rows of a store."""
 
 import re
+import shutil
 
 import pytest
+import torch
 import yaml
-from safetensors.torch import load_file
-from tiny_run import make_run, ragged_chats, write_store
+from safetensors.torch import load_file, save_file
+from tiny_run import make_run, ragged_chats, start, write_store
 
 from data_prep.featurize import Stored, featurize
 from data_prep.team import ALONE
@@ -13,9 +15,14 @@ from drafttrain.cli import main
 from drafttrain.data.kept_rows import wanted_final
 from drafttrain.data.store import TokenStore
 from drafttrain.data.token_counts import count
+from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.save import load_drafter, save_drafter
 from drafttrain.drafters.vocabulary import choose_vocabulary
+from drafttrain.export.config import ExportConfig
+from drafttrain.export.export import export_drafter
 from drafttrain.files import human_bytes
 from drafttrain.recipe import load_recipe
+from drafttrain.vocab import DraftVocabulary
 
 EAGLE3 = {"class_path": "Eagle3", "init_args": {"taps": [0, 1, 3], "depth": 2, "draft_vocab": 200}}
 EAGLE = {"class_path": "Eagle", "init_args": {"draft_vocab": 200}}
@@ -145,3 +152,88 @@ def test_a_drafter_without_taps_or_head_of_its_own(planned):
     assert line(lines, "parameters: ").startswith(f"parameters: {trained:,} trained, ")
     # Weights and both of Adam's averages.
     assert f"{human_bytes(12 * trained)} to resume" in line(lines, "disk, checkpoints: ")
+
+
+# ---- what training would refuse -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drafter", [EAGLE3, MEDUSA, EAGLE], ids=lambda drafter: drafter["class_path"])
+def test_a_store_of_another_drafters_features_is_named(planned, tmp_path, tiny_llama, drafter):
+    make_run(tmp_path / "tiny", tiny_llama, features=(0, 2, 3))
+    _, lines = planned(drafter, code=2)
+    assert lines[-1].startswith(f"error: {tmp_path}/tiny/data/train/ holds features of layers [0, 2, 3], but the recipe")
+    assert "Set data.features to online" in lines[-1] and line(lines, "device (cpu)")  # behind all the rest
+    planned(drafter, data={"features": "online"})
+
+
+def test_a_store_whose_features_fit_or_are_still_to_be_made_passes(planned, tmp_path, tiny_llama):
+    make_run(tmp_path / "tiny", tiny_llama, features=(0, 1, 3))
+    assert not [each for each in planned()[1] if "holds no features" in each]
+    planned({"class_path": "DFlash", "init_args": {"taps": [0, 1, 3], "draft_vocab": 200, "block": 4}})
+    planned(data={"feature_dtype": "float8_e4m3fn"}, code=2)
+    shutil.rmtree(tmp_path / "tiny")
+    make_run(tmp_path / "tiny", tiny_llama)
+    assert planned()[1][-1] == f"{tmp_path}/tiny/data/train/ holds no features yet: run data_prep before training"
+
+
+@pytest.fixture
+def trained(tmp_path, tiny_llama):
+    """A drafter with 200 tokens as training saves it."""
+    config = Eagle3(taps=[0, 1, 3], depth=2, draft_vocab=200)
+    net = config.build(tiny_llama, DraftVocabulary(torch.arange(40, 240), tiny_llama.vocab))
+    save_drafter(tmp_path / "trained", net, config, tiny_llama.identity, {})
+    return tmp_path / "trained"
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_what_training_would_begin_from_is_read_and_told(planned, tmp_path, tiny_llama, target_folders, capsys, trained, data):
+    """Before there is a store and behind it; and training says the same line, the note about tokens among them."""
+    if data:
+        make_run(tmp_path / "tiny", tiny_llama)
+    sections = {"data": {"features": "online"}, "checkpoint": {"start": str(trained)}}
+    _, lines = planned(**sections)
+    begun = line(lines, f"starting from {trained}: a drafter of drafttrain, ")
+    assert not [each for each in lines if "another target" in each]
+    tensors = len(load_file(trained / "drafter.safetensors")) - 1  # d2t
+    assert begun.endswith(f" {tensors} tensors")
+    assert line(lines, "draft vocabulary: ").startswith(
+        "draft vocabulary: 200 tokens of the checkpoint, " if data else "draft vocabulary: the checkpoint's 200 tokens, "
+    )
+    if data:
+        start(
+            tmp_path / "tiny",
+            target_folders("llama"),
+            drafter={"taps": [0, 1, 3], "depth": 2},
+            checkpoint={"start": str(trained)},
+        )
+        said = capsys.readouterr().out.splitlines()
+        assert begun in said and line(lines, "draft vocabulary: ") in said
+        assert f"checkpoint.start {trained} is not read again: the run goes on from its own checkpoint" in planned(**sections)[1]
+
+
+def test_a_published_drafter_is_planned_with_the_targets_own_tables_left_out(planned, tmp_path, tiny_llama, trained):
+    """An export of ours is EAGLE-3's published layout; those of others bring embeddings along, which an outline cannot compare."""
+    net = load_drafter(trained, tiny_llama)[0]
+    export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(), None, {})
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    tensors["embed_tokens.weight"] = tiny_llama.embedding_weight.clone()
+    save_file(tensors, tmp_path / "export" / "model.safetensors")
+    _, lines = planned(data={"features": "online"}, checkpoint={"start": str(tmp_path / "export")})
+    assert line(lines, f"starting from {tmp_path}/export: ")
+
+
+def test_a_start_that_is_not_there_or_does_not_fit_is_refused(planned, tmp_path, trained):
+    def refusal(drafter=EAGLE3, **checkpoint) -> str:
+        return planned(drafter, code=2, checkpoint=checkpoint)[1][-1]
+
+    assert "there is no such folder" in refusal(start=str(tmp_path / "none"))
+    assert "drafter.class_path is Hydra; set that to Eagle3" in refusal(HYDRA, start=str(trained))
+    other = {"class_path": "Eagle3", "init_args": {"taps": [0, 1, 2], "depth": 2, "draft_vocab": 200}}
+    assert "drafter.init_args.taps is [0, 1, 2], its own [0, 1, 3]" in refusal(other, start=str(trained))
+    tensors = load_file(trained / "drafter.safetensors")
+    save_file(tensors | {"fc.weight": tensors["fc.weight"][:, :-1].contiguous()}, trained / "drafter.safetensors")
+    assert re.search(r"fc\.weight is \[32, 95\] instead of \[32, 96\]", refusal(start=str(trained)))
+    (trained / "drafter.safetensors").write_bytes(b"cut short")
+    assert "drafter.safetensors is damaged" in refusal(start=str(trained))
+    [said] = [each for each in planned(checkpoint={"start": "owner/name"})[1] if "owner/name" in each and "Hub id" in each]
+    assert said.endswith("it is fetched and checked when training starts")

@@ -13,7 +13,7 @@ from drafttrain.errors import UserError
 from drafttrain.losses import Distillation
 from drafttrain.position_weights import Decay, DPace, Uniform
 from drafttrain.recipe import BASES, Recipe, build_recipe, load_recipe, sections_help
-from drafttrain.recipe_build import choices, places
+from drafttrain.recipe_build import choices, nearest, places
 from drafttrain.recipe_files import Written, load_value
 from drafttrain.run import Run, dump_yaml
 
@@ -142,6 +142,36 @@ def test_misspelt_key_is_named_as_typed_with_the_nearest(typed, meant, base):
     assert f"'{typed}'" in sentence and f"did you mean '{meant}'?" in sentence and "\n" not in sentence
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("optimizer.optimizer.lr", "did you mean 'optimizer.lr'?"),
+        ("drafter.init_args.init_args.depth", "did you mean 'drafter.init_args.depth'?"),
+        ("target.target.target.path", "did you mean 'target.path'?"),
+        ("drafter.init_args.heads", "keys of drafter.init_args: draft_vocab, least_coverage, taps, depth, "),  # a key of Medusa
+        ("drafter.init_args.zzz", "keys of drafter.init_args: draft_vocab, least_coverage, taps, depth, "),
+        ("objective.init_args.positions.zzz", "keys of objective.init_args.positions: class_path, init_args."),
+        ("objective.init_args.positions.bas", "did you mean 'objective.init_args.positions.init_args.base'?"),
+        ("drafter.zzz", "keys of drafter: class_path, init_args."),
+        ("data.draft_vocab", "did you mean 'drafter.init_args.draft_vocab'?"),
+    ],
+)
+def test_a_suggestion_is_another_place_or_the_keys_of_that_level(typed, meant, base):
+    sentence = refused([base], ("objective.init_args.positions.class_path", "Decay"), (typed, "1"))
+    assert sentence.startswith(f"unknown key '{typed}' (--{typed}): {meant}") and "\n" not in sentence
+
+
+def test_no_suggestion_is_what_was_typed():
+    """Every place of every class, where this level has other keys, or one level too deep."""
+    known = [place for place in places(Recipe, "", BASES) if "." in place]
+    for place in known:
+        section, level = place.partition(".")[0], place.rpartition(".")[0]
+        for unknown, typed, siblings in ((place, place, ["other"]), (f"{section}.{section}", f"{section}.{place}", ["other"])):
+            way_out = nearest(unknown, siblings, known, typed)
+            assert f"'{typed}'" not in way_out
+            assert f"'{level}." not in way_out or unknown != place, way_out  # a key of another class's
+
+
 def test_misspelt_key_in_a_file_has_its_line(write):
     path = write(BASE.replace("  lr: 6e-4", "  lr: 6e-4\n  warmup: 3"))
     assert f"'optimizer.warmup' ({path} line 13): did you mean 'optimizer.warmup_steps'?" in refused([path])
@@ -268,6 +298,14 @@ def test_dropped_arguments_of_a_changed_class_are_announced(base, write):
     top = write("drafter: {class_path: OtherDrafter, init_args: {width: 3}}\n", "top.yaml")
     recipe, notes = load_recipe([base, top])
     assert recipe.drafter == OtherDrafter(3) and "dropped" in notes[0] and str(top) in notes[0]
+
+
+def test_a_class_that_was_given_by_name_alone_takes_arguments_from_above(base, write):
+    named = write("objective: {class_path: Distillation, init_args: {positions: Decay}}\n", "named.yaml")
+    recipe, notes = load_recipe([base, named], [("objective.init_args.positions.init_args.base", "0.5")])
+    assert recipe.objective.positions == Decay(0.5) and notes == []
+    recipe, _ = load_recipe([base, named], [("objective.init_args.positions.class_path", "Uniform")])
+    assert recipe.objective.positions == Uniform()
 
 
 def test_the_same_class_by_its_full_name_keeps_its_arguments(base):
