@@ -42,20 +42,25 @@ def run_lengths(sequences: Sequences) -> Tensor:
     return torch.where(supervised, behind - index, 0)
 
 
-def chain_layout(sequences: Sequences, depth: int, speakable_V: Tensor, keep_BT: Tensor | None = None) -> Layout:
+def chain_layout(
+    sequences: Sequences, depth: int, speakable_V: Tensor, keep_BT: Tensor | None = None, least_queries: int = 0
+) -> Layout:
     """Elements of a drafter that drafts `depth` tokens from every anchor: row A-1 drafts A+1, ..., A+depth.
 
     `speakable_V` marks the draft vocabulary. The anchor needs a feature row before it, so A is never a document's first token.
-    `keep_BT` marks the anchors that draft; None: all.
+    `keep_BT` marks the anchors that draft; None: all. There are places for `least_queries` drafting rows in each packed row, filled or not: a kernel
+    that is compiled for its shapes is then compiled once.
     """
     run_BT = run_lengths(sequences)
     anchors_BT = _anchors(sequences, run_BT) if keep_BT is None else _anchors(sequences, run_BT) & keep_BT
-    return Layout(*_elements(sequences, run_BT, [row.nonzero()[:, 0] for row in anchors_BT], [1.0] * depth, speakable_V))
+    anchors = [row.nonzero()[:, 0] for row in anchors_BT]
+    return Layout(*_elements(sequences, run_BT, anchors, [1.0] * depth, speakable_V, least_queries))
 
 
 @dataclass(frozen=True)
 class ThinnedLayout(Layout):
-    """A layout whose deeper elements belong to fewer drafting rows: those of depth k are all among the first `thinned_width` of them."""
+    """A layout whose deeper elements belong to fewer drafting rows: those of depth k are all among the first `thinned_width` of them. There are as many
+    places for drafting rows as tokens in a packed row: how wide every depth is then never changes, and is a plain number to a compiler."""
 
     def to(self, device) -> "ThinnedLayout":
         return ThinnedLayout(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
@@ -71,7 +76,7 @@ def thinned_layout(
     """
     run_BT = run_lengths(sequences)
     drawn = _drawn(_anchors(sequences, run_BT), numbers)
-    return ThinnedLayout(*_elements(sequences, run_BT, drawn, share_K, speakable_V))
+    return ThinnedLayout(*_elements(sequences, run_BT, drawn, share_K, speakable_V, least=sequences.ids_BT.shape[1]))
 
 
 def thinned_width(queries: int, share: float) -> int:
@@ -84,11 +89,11 @@ def _padded(count: int) -> int:
 
 
 def _elements(
-    sequences: Sequences, run_BT: Tensor, anchors: list[Tensor], share_K: Sequence[float], speakable_V: Tensor
+    sequences: Sequences, run_BT: Tensor, anchors: list[Tensor], share_K: Sequence[float], speakable_V: Tensor, least: int = 0
 ) -> list[Tensor]:
     """The fields of a layout. `anchors[b]` [A]: those of row b, in the order that they have in `query_BQ`; depth k has the first of them."""
     B, T = sequences.ids_BT.shape
-    Q = max(_padded(max(len(at_A) for at_A in anchors)), QUERY_MULTIPLE)
+    Q = _padded(max(1, least, *(len(at_A) for at_A in anchors)))
     query_BQ = torch.full((B, Q), -1)
     columns: dict[str, list[Tensor]] = {name: [] for name in ("anchor", "depth", "label", "teacher", "draft", "cell")}
     dropped_K = torch.zeros(len(share_K), dtype=torch.long)

@@ -153,7 +153,7 @@ class BlockNet(ParallelNet):
     def stream(self, anchor_RQ: Tensor) -> Tensor:
         """X, the blocks behind these anchor tokens: [R, Q, S, H]."""
         ids_RQS = anchor_RQ[..., None].expand(-1, -1, self.slots).clone()
-        ids_RQS[..., 1:] = self.mask
+        ids_RQS[..., 1:].fill_(self.mask)
         return self.embed(ids_RQS)
 
     # ---- training face -------------------------------------------------------------------------------------------------
@@ -162,8 +162,10 @@ class BlockNet(ParallelNet):
         depth = depth or self.needs.depth
         self.require_drafts(depth, "a layout")
         most = self.config.anchors
-        keep_BT = None if numbers is None or most is None else some_anchors(sequences, most, numbers)
-        return chain_layout(sequences, depth, self.speaks_V, keep_BT)
+        if numbers is None or most is None:
+            return chain_layout(sequences, depth, self.speaks_V)
+        most = min(most, sequences.ids_BT.shape[1])
+        return chain_layout(sequences, depth, self.speaks_V, some_anchors(sequences, most, numbers), least_queries=most)
 
     def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
         """One block behind the anchor of every drafting row."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from drafttrain.divergences import Teacher
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
+from drafttrain.layouts import ThinnedLayout
 from drafttrain.losses import Objective
 from drafttrain.target.target import Target
 from drafttrain.types import Features, Layout, Sequences, Term
@@ -28,7 +29,7 @@ def make_score(net: DrafterNet, objective: Objective, teacher: Teacher, depth: i
     """The drafter's forward pass and the objective as one function, compiled if asked.
 
     Batch and row length never change in a run; how many elements are scored does, so those sizes stay symbolic and nothing is
-    compiled twice.
+    compiled twice. (Widths of a thinned layout do not change either; made symbolic, they cost the compiler minutes.)
     """
 
     def score(sequences: Sequences, features: Features, layout: Layout) -> Scored:
@@ -42,7 +43,8 @@ def make_score(net: DrafterNet, objective: Objective, teacher: Teacher, depth: i
     def with_symbols(sequences: Sequences, features: Features, layout: Layout) -> Scored:
         for name in ("anchor_N", "depth_N", "label_N", "teacher_N", "draft_N", "cell_N", "pool_M"):
             torch._dynamo.maybe_mark_dynamic(getattr(layout, name), 0)
-        torch._dynamo.maybe_mark_dynamic(layout.query_BQ, 1)
+        if not isinstance(layout, ThinnedLayout):
+            torch._dynamo.maybe_mark_dynamic(layout.query_BQ, 1)
         return compiled(sequences, features, layout)
 
     return with_symbols
