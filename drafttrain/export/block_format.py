@@ -198,8 +198,8 @@ def require_layout(config: Mapping[str, Any], first: int, word: str, where: str)
         )
     if first == 0 and not (said and all(said)):
         raise UserError(
-            f"{where} does not say sample_from_anchor true throughout, but {word} samples from the anchor, here: its first slot says the first draft. "
-            "A drafter that was trained 1+N would be read one slot too early and accept nothing; give one whose first slot was trained to speak."
+            f"{where} does not say sample_from_anchor true throughout, but {word} samples from the anchor: its first slot says the first "
+            "draft. A drafter that was trained 1+N would be read one slot too early and accept nothing; give one whose first slot was trained to speak."
         )
 
 

@@ -99,11 +99,15 @@ def _native_notes(formats: Sequence[Format], otherwise: str, net: DrafterNet, ta
     can = list(dict.fromkeys(name for format in formats if format not in refused for name in format.engine_names))
     if not can:
         return _notes([], refused) or [_sentence(otherwise)]
-    names = " and ".join(NAMES[name] for name in can)
+    names = _listed([NAMES[name] for name in can])
     told = (
-        f"Written for drafttrain alone, as asked: the same drafter serves in {names} where export.format is {' or '.join(can)}."
+        f"Written for drafttrain alone, as asked: {names} can load the same drafter where export.format is {_listed(can, 'or')}."
     )
     return [told, *_notes(can, refused)]
+
+
+def _listed(words: Sequence[str], last: str = "and") -> str:
+    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
 
 
 def _sentence(words: str) -> str:

@@ -183,37 +183,22 @@ def test_a_drafter_without_an_entry_is_written_as_ours(tiny_llama, tmp_path, mon
     assert {field.name for field in fields(net.config)} == made["init_args"].keys()
 
 
+AS_ASKED = "Written for drafttrain alone, as asked: "
+
+
 @pytest.mark.parametrize(
     ("name", "size", "told"),
     [
         ("hydra", FULL, ["No engine loads Hydra; drafttrain's own loop is the runtime."]),
         (
-            "dflash",
-            FULL,
-            [
-                "Written for drafttrain alone, as asked: the same drafter serves in vLLM and SGLang and speculators where export.format is vllm or sglang or speculators."
-            ],
+            "dflash", FULL,
+            [AS_ASKED + "vLLM, SGLang and speculators can load the same drafter where export.format is vllm, sglang or speculators."],
         ),
-        (
-            "dspark",
-            ONE_OF_FIVE_MISSING,
-            [
-                "Written for drafttrain alone, as asked: the same drafter serves in vLLM where export.format is vllm.",
-                "Not written for SGLang: SGLang's DSpark",
-            ],
-        ),
-        (
-            "dflash2",
-            ONE_OF_FIVE_MISSING,
-            ["Not written for vLLM and SGLang: engines choose a DFlash 2's candidates among all tokens"],
-        ),
-        (
-            "p-eagle",
-            FULL,
-            ["Written for drafttrain alone, as asked: the same drafter serves in vLLM where export.format is vllm."],
-        ),
+        ("dspark", ONE_OF_FIVE_MISSING, [AS_ASKED + "vLLM can load the same", "Not written for SGLang: SGLang's DSpark says every token"]),
+        ("dflash2", ONE_OF_FIVE_MISSING, ["Not written for vLLM and SGLang: engines choose a DFlash 2's candidates among all tokens"]),
+        ("p-eagle", FULL, [AS_ASKED + "vLLM can load the same drafter where export.format is vllm."]),
     ],
-)
+)  # fmt: skip
 def test_a_native_export_says_who_does_not_load_it_and_who_could(tiny_llama, tmp_path, name, size, told):
     made = export_drafter(net_for(tiny_llama, name, size), tiny_llama, tmp_path / "export", ExportConfig(format="native"), None)
     assert len(made["notes"]) == len(told) and all(
