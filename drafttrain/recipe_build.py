@@ -52,7 +52,7 @@ def nearest(place: str, siblings: Iterable[str], everywhere: Iterable[str], type
     typed = typed or place
     level, _, key = place.rpartition(".")
     siblings, below = list(siblings), typed[len(place) :]
-    known = [p for p in everywhere if p != typed and not (_is_below(p, level) and _step(p, level) not in siblings)]
+    known = [p for p in everywhere if not _is_below(p, level) or _step(p, level) in siblings]
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
     found = [join(level, close[0]) + below] if close and (not below or join(level, close[0]) + below in known) else []
     found += [p for p in known if _last(p) == _last(typed)]

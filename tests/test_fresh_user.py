@@ -11,6 +11,7 @@ import yaml
 from tiny_run import make_run, start
 
 from data_prep.__main__ import main as data_prep
+from drafttrain import quickstart
 from drafttrain.cli import UNREAD, guarded, main
 from drafttrain.commands.train import closing
 from drafttrain.data.store import TokenStore
@@ -125,6 +126,31 @@ def test_lines_leave_a_process_as_they_are_said(tmp_path):
 def test_the_help_of_data_prep_begins_with_show_too(capsys):
     assert data_prep(["--help"]) == 0
     assert "python -m data_prep show --help" in " ".join(capsys.readouterr().out.split("options:")[0].split())
+
+
+# ---- what is said before something takes long --------------------------------------------------------------------------
+
+
+def test_the_quickstart_speaks_at_once(capsys, monkeypatch):
+    def measure(device):
+        assert capsys.readouterr().out.startswith("measuring this machine's speed")
+        return 1.0
+
+    monkeypatch.setattr(quickstart, "matrix_gflops", measure)
+    monkeypatch.setattr(quickstart.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
+    assert quickstart.main() == 0
+    assert capsys.readouterr().out.startswith("machine: ")
+
+
+def test_data_prep_says_that_it_loads_and_gathers(tmp_path, target_folders, capsys, monkeypatch):
+    target, flags = target_folders("llama"), recipe_of(tmp_path, target_folders("llama"))
+    monkeypatch.setattr("data_prep.__main__.prepare", lambda *_, **__: None)
+    assert data_prep(flags) == 0
+    assert capsys.readouterr().out == f"loading {target}\ngathering prompts from SelfPrompts\n"
+    (tmp_path / "lent" / "data").mkdir()
+    (tmp_path / "lent" / "data" / "prompts.json").write_text("{}")
+    assert data_prep(flags) == 0
+    assert capsys.readouterr().out == f"loading {target}\n"
 
 
 # ---- what training says ------------------------------------------------------------------------------------------------
