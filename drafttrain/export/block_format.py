@@ -30,6 +30,7 @@ from drafttrain.export.backbone import (
 )
 from drafttrain.export.block import head_refusal, refused, special_ids
 from drafttrain.export.format import Format, Table, Written, fill, read_map, require_target
+from drafttrain.export.handing import handing_notes
 from drafttrain.export.rows import reads_raw
 from drafttrain.target.target import Target
 
@@ -94,7 +95,7 @@ class BlockFormat(Format):
             )
         if self.vllm_alone and not reads_raw(target):
             found.append("The embeddings are in the file as the target's first layer reads them, since vLLM lends the raw table.")
-        return found
+        return found + handing_notes(target, self.engine_names)
 
     def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
         assert isinstance(net, BlockNet)

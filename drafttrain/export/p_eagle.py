@@ -42,6 +42,7 @@ from drafttrain.export.format import (
     require_target,
     state_of,
 )
+from drafttrain.export.handing import handing_notes
 from drafttrain.target.target import Target
 
 
@@ -90,7 +91,7 @@ class PEagleFormat(Format):
             "vLLM drafts in one pass only where it is told parallel_drafting, as in the command of the card; untold, it takes this for EAGLE-3 and "
             "accepts little."
         )
-        return [told, *scale_notes(target, net.shape.rms_eps)]
+        return [told, *scale_notes(target, net.shape.rms_eps), *handing_notes(target, self.engine_names)]
 
     def extra_words(self, engine: str) -> dict[str, Any]:
         return {"parallel_drafting": True}

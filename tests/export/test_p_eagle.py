@@ -165,3 +165,11 @@ def test_a_field_that_vllm_needs_is_named(tiny_llama, tmp_path):
     (case.folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="no 'pard_token'"):
         load_export(case.folder, tiny_llama)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3", "mixtral"])
+def test_the_card_names_a_target_that_the_engine_hands_no_hidden_states_of(targets, tmp_path, architecture):
+    made = exported(targets(architecture), tmp_path / "export", "vllm", PLAIN, 60).made
+    told = [note for note in made["notes"] if "hidden states of a" in note]
+    wanted = {"gemma3": "vLLM was not found to hand the hidden states of a Gemma3ForCausalLM", "mixtral": "a MixtralForCausalLM"}
+    assert len(told) == (architecture in wanted) and all(wanted[architecture] in note for note in told)
