@@ -10,10 +10,11 @@ What both engines (vLLM 0.26.0 and 0.33.0, SGLang 0.5.23) compute, and what they
 - A layer is causal if `dflash_config.causal` (vLLM 0.26), `is_causal` (vLLM 0.33, SGLang) or, without them, a window says so.
 - Embeddings and head are the target's; no such tensors are in the file. Both lend the *raw* table, and `mask_token_id` is a row of it.
 
-vLLM alone takes rows of the target's head with offsets (a reduced vocabulary), a table of embeddings of the drafter's own (for targets that change
-theirs), and a window of W as ours is: slot s sees context rows above position - W, and all of its block. Told that it is not causal, FlashAttention looks
-W-1 back and W-1 ahead, which is ours as long as a block fits into the window. In SGLang the far end depends on the attention backend
-(FlashInfer gives the later slots of a block rows that FlashAttention does not), so we do not write it for SGLang.
+vLLM alone takes rows of the target's head with offsets (a reduced vocabulary), a table of embeddings of the drafter's own (for
+targets that change theirs), and a window of W as ours is: slot s sees context rows above position - W, and all of its block. Told
+that it is not causal, FlashAttention looks W-1 back and W-1 ahead, which is ours as long as a block fits into the window. In SGLang
+the far end depends on the attention backend (FlashInfer gives the later slots of a block rows that FlashAttention does not), so we
+do not write it for SGLang.
 
 Letters: H width of the drafter = width of the target, A taps, V target vocabulary, Vd draft vocabulary, D head width.
 """
