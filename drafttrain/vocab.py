@@ -8,10 +8,11 @@ reads P, and K drafts are made a round. The best n is where the expected speed-u
 
     S(n) = tau(n) / (1 + K (b + h n) / P),    tau(n) = 1 + x + ... + x^K,    x = a C(n)
 
-(Leviathan et al. 2023, arXiv 2211.17192). C(n) is the share of new text that the first n tokens cover, and a = 0.7 is assumed to be the
-acceptance of a token that the drafter can say, since nothing is trained yet. A weight costs its bytes and a multiply-add wherever it
-stands, so one ratio serves small batches, which wait for bytes, and large ones, which wait for FLOPs. What a kernel launch costs is
-not in it: for targets of less than about a billion weights a larger vocabulary is cheaper than S says.
+(Leviathan et al. 2023, arXiv 2211.17192). b and h are a round's weights divided by its K drafts: a drafter that says all of them in one pass is read
+once for all, one that drafts token by token K times. C(n) is the share of new text that the first n tokens cover, and a = 0.7 is assumed to be the
+acceptance of a token that the drafter can say, since nothing is trained yet. A weight costs its bytes wherever it stands, which is what small
+batches wait for; large ones wait for FLOPs, and there the K + 1 tokens that the target reads cost more than the one pass assumed here. What a
+kernel launch costs is not in it: for targets of less than about a billion weights a larger vocabulary is cheaper than S says.
 Ben Shoham (2026, arXiv 2603.05210) searches such a trade-off with a tree-structured Parzen estimator (TPE). With the tokens in order of
 their counts only the number n is left to find, so every multiple of 64 is tried: the exact optimum, without a dependency.
 
@@ -92,11 +93,11 @@ class DraftVocabulary:
 
 @dataclass(frozen=True)
 class Cost:
-    """Weights that one draft and one pass of the target read."""
+    """Weights that one draft and one pass of the target read; of a drafter, those of a round divided by its drafts."""
 
-    outside: int
+    outside: float
     """b, of the drafter outside its head."""
-    per_token: int
+    per_token: float
     """h, of the head for each token that it can say."""
     target: int
     """P."""
@@ -271,6 +272,6 @@ def arithmetic(counts: Counts, cost: Cost, size: int) -> str:
     speed_up_S = cost.speed_up(sizes_S, counts.expected(sizes_S))
     by_size = ", ".join(f"{n:,} tokens {s:.3f}" for n, s in zip(sizes_S.tolist(), speed_up_S.tolist(), strict=True))
     return (
-        f"a draft reads {cost.outside:,} + {cost.per_token:,} x {size:,} weights, {cost.ratio(size):.1%} of the target's {cost.target:,}; "
+        f"a draft reads {cost.outside:,.0f} + {cost.per_token:,.0f} x {size:,} weights, {cost.ratio(size):.1%} of the target's {cost.target:,}; "
         f"expected speed-up with {cost.drafts} drafts, right {ASSUMED_ACCEPTANCE:.0%} of the time where the token can be said: {by_size}"
     )

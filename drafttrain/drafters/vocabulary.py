@@ -1,11 +1,19 @@
-"""The draft vocabulary that a recipe asks for, and the weights that a draft of its drafter reads: known before anything is trained."""
+"""The draft vocabulary that a recipe asks for, and the weights that a draft of its drafter reads: known before anything is trained.
 
+Weights are counted by running one round, on a net that says one token: whatever a pass calls comes from memory once, however many rows it has.
+So blocks and P-EAGLE are read once for all their drafts, a head of Medusa's or Hydra's once for its own, and a step of EAGLE's again and again.
+"""
+
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import torch
+from torch import Tensor, nn
 
-from drafttrain.drafters.base import DrafterConfig
+from drafttrain.drafters.base import DrafterConfig, DrafterNet
 from drafttrain.target.target import Target
+from drafttrain.types import Features
 from drafttrain.vocab import Cost, Counts, DraftVocabulary, arithmetic, best_size, choose, describe
 
 
@@ -24,14 +32,56 @@ def choose_vocabulary(config: DrafterConfig, target: Target, counts: Counts) -> 
 
 
 def draft_cost(config: DrafterConfig, target: Target) -> Cost:
-    """Weights that a draft and a pass of the target read. A net that says one token is built on the target's device, and counted.
+    """Weights that a draft and a pass of the target read. A net that says one token is built on the target's device, and drafts a chain.
 
-    The head has `per_word` weights for each token. Of the target's embedding a pass reads one row, so the table counts only as its head.
-    All experts of a mixture count: a batch of a few sequences, each with its drafts to verify, reaches most of them.
+    Of the target's embedding a pass reads one row, so the table counts only as its head. All experts of a mixture count: a batch of a few
+    sequences, each with its drafts to verify, reaches most of them.
     """
     with target.device:
-        net = replace(config, draft_vocab=1).build(target, DraftVocabulary(torch.arange(1, device="cpu"), target.vocab))
-    width = net.per_word
+        net = replace(config, draft_vocab=1).build(target, DraftVocabulary(torch.arange(1, device="cpu"), target.vocab)).eval()
+        outside, head = weights_read(net, target)
     body = sum(weight.numel() for weight in target.body.parameters()) - target.embedding_weight.numel()
-    outside = sum(weight.numel() for weight in net.parameters()) - (width if net.words else 0)
-    return Cost(outside, width, body + target.head_weight.numel(), net.needs.depth)
+    drafts = net.needs.depth
+    return Cost(outside / drafts, head / drafts, body + target.head_weight.numel(), drafts)
+
+
+def weights_read(net: DrafterNet, target: Target) -> tuple[int, int]:
+    """Weights that a chain of `needs.depth` drafts reads outside the head, and in it, of a net that says one token. Tables of which a token
+    looks up a row (embeddings) do not count."""
+    names, read = {id(weight): name for name, weight in net.named_parameters()}, Counter[str]()
+
+    def note(module: nn.Module, args: tuple, output: Tensor) -> None:
+        read.update({names[id(weight)]: weight.numel() for weight in module.parameters(recurse=False)})
+
+    # The target's head is no module of the net: what it has for a token beyond weights of its own is what `per_word` says.
+    own = sum(weight.shape[1] for name, weight in net.named_parameters() if name in net.words)
+    handles = [module.register_forward_hook(note) for module in net.modules() if not isinstance(module, nn.Embedding)]
+    try:
+        products = _draft(net, target)
+    finally:
+        for handle in handles:
+            handle.remove()
+    head = sum(read[name] for name in net.words)
+    return sum(read.values()) - head, head + products * (net.per_word - own)
+
+
+@torch.no_grad()
+def _draft(net: DrafterNet, target: Target) -> int:
+    """One round of one row, as chains do it; its tokens mean nothing. Returns how many times the head met states."""
+    drafts, token_11 = net.needs.depth, torch.zeros(1, 1, dtype=torch.long)
+    final_11D = torch.zeros(1, 1, target.hidden, dtype=target.dtype)
+    taps_11AD = final_11D[:, :, None].repeat(1, 1, len(net.needs.taps), 1)
+    state = net.begin(1, drafts + 2, drafts)
+    hidden_1H = net.commit(state, None, Features(taps_11AD, final_11D), token_11, torch.ones(1, dtype=torch.long), drafts + 2)
+    if net.parallel and not net.reads_last:
+        net.logits(net.ahead(state)[0, :drafts], token_11[0].expand(drafts))
+        return 1
+    score = partial(net.logits, hidden_1H)
+    known = net.known(net.ahead(state)[0, :drafts]) if net.parallel else None
+    for depth in range(drafts):
+        if depth:
+            score = partial(net.logits, net.step(state, token_11, token_11 + depth - 2)[0])
+        if known is not None:
+            score = partial(net.logits_given, [part[depth, None] for part in known])
+        score(token_11[0])
+    return drafts if known is None else 1

@@ -4,7 +4,7 @@ ENTRIES is a JSON-lines file; a line names one way of training, as a recipe with
     {"name": "hydra", "recipe": "recipes/smollm2-135m/hydra.yaml", "set": {"optimizer.lr": "1e-3"}, "seeds": [0, 1, 2]}
 
 train     Trains every entry and seed on the same windows in the same order, without a trainer: one pass of the target teaches all of them.
-          `--share 2/8` takes every eighth, from the third on, so that processes can share the work of some cards. Recipes decide drafter, objective, learning
+          `--share 2/8` takes every eighth, from the third on, or those that say "group": 2, so that processes can share the work of some cards. Recipes decide drafter, objective, learning
           rate and row length; data comes from --data (a run's data/train), all of it or --only some chats, to --most-tokens of them. A drafter is kept in
           --out/NAME-SEED. On a GPU the target's side is a CUDA graph, and with --compile the drafter's side is compiled.
 measure   Answers two sets of prompts with each kept drafter, greedily, as chains (--drafts, and --deep where the drafter goes so far) and as a tree of
@@ -85,6 +85,8 @@ def entries_of(args) -> list[tuple[str, dict]]:
     which, of = map(int, args.share.split("/"))
     lines = [json.loads(line) for line in args.entries.read_text().splitlines() if line.strip()]
     every = [(f"{entry['name']}-{seed}", {**entry, "seed": seed}) for entry in lines for seed in entry.get("seeds", [0])]
+    if args.stage != "table" and any("group" in entry for entry in lines):
+        return [(name, entry) for name, entry in every if entry["group"] == which]
     return every[which::of]
 
 
@@ -103,13 +105,21 @@ class Runner:
         self.objective = replace(recipe.objective, chunk=args.chunk) if args.chunk else recipe.objective
         self.optimizer = make_optimizer(recipe.optimizer, self.net, fused=target.device.type == "cuda")
         self.depth, self.losses = self.net.needs.depth, []
-        self.score = make_score(self.net, self.objective, TargetTeacher(target, self.net), self.depth, args.compile)
+        self.teacher = TargetTeacher(target, self.net)
+        self.score = make_score(self.net, self.objective, self.teacher, self.depth, args.compile)
 
     def step(self, number, sequences, features, layout, counts):
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.optimizer.lr * self.recipe.optimizer.lr_fraction(number, self.steps)
         with torch.autocast(sequences.ids_BT.device.type, torch.bfloat16, enabled=sequences.ids_BT.is_cuda):
-            terms, _ = self.score(sequences, features, layout)
+            try:
+                terms, _ = self.score(sequences, features, layout)
+            except Exception as error:
+                if number:
+                    raise
+                print(f"{self.name} is not compiled: {type(error).__name__}: {str(error)[:500]}", flush=True)
+                self.score = make_score(self.net, self.objective, self.teacher, self.depth, compile=False)
+                terms, _ = self.score(sequences, features, layout)
         loss = torch.stack([term.sum / max(counts[name], 1.0) for name, term in terms.items()]).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0, foreach=True)
@@ -161,6 +171,7 @@ def train(args, entries) -> None:
     began, tokens, steps = time.monotonic(), 0, args.steps
     for number, (sequences, layouts) in enumerate(loader):
         if args.seconds and number == PROBED:
+            meet(args, "ready", "")  # what others still compile would flatter the pace
             began = time.monotonic()
         if args.seconds and number == 2 * PROBED:
             steps = agreed_steps(args, (time.monotonic() - began) / PROBED)
@@ -199,18 +210,21 @@ def some_chats(args, store: TokenStore, chats: Chats) -> Chats:
 
 def agreed_steps(args, seconds: float) -> int:
     """Steps that the slowest process can do in --seconds; every process says its own pace and waits for all the others."""
+    steps = int(args.seconds / max(map(float, meet(args, "pace", str(seconds)))))
+    print(f"{1e3 * seconds:.0f} ms a step here; {steps:,} steps for all", flush=True)
+    return steps
+
+
+def meet(args, what: str, said: str) -> list[str]:
+    """Wait for all processes; what each of them says."""
     which, of = args.share.split("/")
     torch.cuda.synchronize() if torch.cuda.is_available() else None
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"pace-{which}").write_text(str(seconds))
-    while True:
-        paces = [(args.out / f"pace-{i}") for i in range(int(of))]
-        if all(pace.is_file() and pace.read_text() for pace in paces):
-            break
-        time.sleep(0.2)
-    steps = int(args.seconds / max(float(pace.read_text()) for pace in paces))
-    print(f"{1e3 * seconds:.0f} ms a step here; {steps:,} steps for all", flush=True)
-    return steps
+    (args.out / f"{what}-{which}").write_text(said + ".")
+    files = [args.out / f"{what}-{i}" for i in range(int(of))]
+    while not all(file.is_file() and file.read_text().endswith(".") for file in files):
+        time.sleep(0.1)
+    return [file.read_text()[:-1] for file in files]
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------------
