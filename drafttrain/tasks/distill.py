@@ -142,7 +142,8 @@ class DistillTask(pl.LightningModule):
 
     def configure_optimizers(self):
         config, max_steps = self.optimizer_config, self.trainer.max_steps
-        optimizer = make_optimizer(config, self.net, fused=self._may_fuse())
+        tokens = {self.target.vocab, len(self.net.vocabulary.ids)}
+        optimizer = make_optimizer(config, self.net, self._may_fuse(), tokens)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_fraction(step, max_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

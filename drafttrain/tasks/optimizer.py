@@ -1,4 +1,7 @@
-"""AdamW and its learning rate.
+"""AdamW, or Muon for the matrices between tokens and tokens, and the learning rate.
+
+Muon steps by the matrix that is nearest to the momentum among those with equal singular values (Jordan et al. 2024), scaled so that its entries are
+as large as AdamW's steps (0.2 sqrt(larger side); Liu et al. 2025, arXiv 2502.16982). Tables of tokens, norms and biases stay with AdamW.
 
 cosine    warm up, then half a cosine down to the final fraction at max_steps
 wsd       warm up, stay, then a straight line down to the final fraction over the last `decay_fraction` of the steps
@@ -6,6 +9,7 @@ constant  warm up, then stay
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +22,13 @@ SCHEDULES = ("cosine", "wsd", "constant")
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up."""
+    """AdamW with warm-up, or Muon beside it."""
 
     lr: float = 3e-4
     """Peak learning rate."""
+    muon_lr: float | None = None
+    """Peak learning rate of Muon, which then trains all matrices but those with a row or column for each token; null: AdamW trains everything.
+    Not with DeepSpeed, which cuts matrices into pieces."""
     betas: list[float] = (0.9, 0.95)  # type: ignore[assignment]  # a list in YAML; a tuple here because defaults must not be mutable
     """AdamW's two averages."""
     weight_decay: float = 0.0
@@ -42,6 +49,8 @@ class OptimizerConfig:
             )
         if self.lr <= 0:
             raise UserError(f"optimizer.lr is {self.lr}, but must be above 0.")
+        if self.muon_lr is not None and not (self.muon_lr > 0 and math.isfinite(self.muon_lr)):
+            raise UserError(f"optimizer.muon_lr is {self.muon_lr}, but must be a finite number above 0, or null for AdamW alone.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"optimizer.betas is {list(self.betas)}, but must be two numbers, each from 0 to below 1.")
         if self.weight_decay < 0:
@@ -67,12 +76,57 @@ class OptimizerConfig:
         return 1.0 - (1.0 - self.final_lr_fraction) * fall
 
 
-def make_optimizer(config: OptimizerConfig, net: nn.Module, fused: bool) -> torch.optim.AdamW:
-    """AdamW over the trainable weights; those with one dimension (norms, biases) without decay."""
+class AdamWAndMuon(torch.optim.Optimizer):
+    """AdamW for some weights and torch's Muon for others, to be stepped, scheduled, saved and loaded as one."""
+
+    def __init__(self, adamw: torch.optim.Optimizer, muon: torch.optim.Optimizer):
+        self._parts = (adamw, muon)
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._join()
+
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict) -> None:
+        super().load_state_dict(state_dict)
+        self._join()
+
+    def _join(self) -> None:
+        """Both parts work on this one's state and groups, which loading replaces."""
+        first = 0
+        for part in self._parts:
+            last = first + len(part.param_groups)
+            part.state, part.param_groups, first = self.state, self.param_groups[first:last], last
+
+
+def make_optimizer(config: OptimizerConfig, net: nn.Module, fused: bool, tokens: Collection[int] = ()) -> torch.optim.Optimizer:
+    """AdamW over the trainable weights, those with one dimension (norms, biases) without decay; with `muon_lr` only over those that are no
+    matrices, or are tables of tokens: one of their sides is among `tokens`. UserError if this torch has no Muon."""
     weights = [weight for weight in net.parameters() if weight.requires_grad]
+    turned = [w for w in weights if config.muon_lr is not None and w.ndim == 2 and not set(w.shape) & set(tokens)]
     groups = [
-        {"params": [w for w in weights if w.ndim >= 2], "weight_decay": config.weight_decay},
+        {
+            "params": [w for w in weights if w.ndim >= 2 and not any(w is other for other in turned)],
+            "weight_decay": config.weight_decay,
+        },
         {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    if not turned:
+        return _adamw(config, groups, fused)
+    if not hasattr(torch.optim, "Muon"):
+        raise UserError(
+            f"optimizer.muon_lr is {config.muon_lr}, but torch {torch.__version__} has no Muon; install torch 2.9 or newer, or set it to null."
+        )
+    muon = torch.optim.Muon(turned, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return AdamWAndMuon(_adamw(config, groups, fused), muon) if groups else muon
+
+
+def _adamw(config: OptimizerConfig, groups: list[dict], fused: bool) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)

@@ -103,14 +103,16 @@ class Runner:
         torch.manual_seed(entry["seed"])
         self.net = recipe.drafter.build(target, vocabulary).train()
         self.objective = replace(recipe.objective, chunk=args.chunk) if args.chunk else recipe.objective
-        self.optimizer = make_optimizer(recipe.optimizer, self.net, fused=target.device.type == "cuda")
+        tokens = {target.vocab, len(vocabulary.ids)}
+        self.optimizer = make_optimizer(recipe.optimizer, self.net, target.device.type == "cuda", tokens)
+        self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.depth, self.losses = self.net.needs.depth, []
         self.teacher = TargetTeacher(target, self.net)
         self.score = make_score(self.net, self.objective, self.teacher, self.depth, args.compile)
 
     def step(self, number, sequences, features, layout, counts):
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.recipe.optimizer.lr * self.recipe.optimizer.lr_fraction(number, self.steps)
+        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
+            group["lr"] = peak * self.recipe.optimizer.lr_fraction(number, self.steps)
         with torch.autocast(sequences.ids_BT.device.type, torch.bfloat16, enabled=sequences.ids_BT.is_cuda):
             try:
                 terms, _ = self.score(sequences, features, layout)
