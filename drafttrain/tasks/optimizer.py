@@ -109,7 +109,7 @@ def make_optimizer(config: OptimizerConfig, net: nn.Module, fused: bool, tokens:
     """AdamW over the trainable weights, those with one dimension (norms, biases) without decay; with `muon_lr` only over those that are no
     matrices, or are tables of tokens: one of their sides is among `tokens`. UserError if this torch has no Muon."""
     weights = [weight for weight in net.parameters() if weight.requires_grad]
-    turned = [w for w in weights if config.muon_lr is not None and w.ndim == 2 and not set(w.shape) & set(tokens)]
+    turned = [w for w in weights if w.ndim == 2 and not set(w.shape) & set(tokens)] if config.muon_lr is not None else []
     groups = [
         {
             "params": [w for w in weights if w.ndim >= 2 and not any(w is other for other in turned)],
@@ -118,7 +118,7 @@ def make_optimizer(config: OptimizerConfig, net: nn.Module, fused: bool, tokens:
         {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if not turned:
+    if config.muon_lr is None or not turned:
         return _adamw(config, groups, fused)
     if not hasattr(torch.optim, "Muon"):
         raise UserError(
