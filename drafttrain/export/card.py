@@ -184,13 +184,21 @@ def _training(made: dict) -> str:
 
 
 def _files(made: dict) -> str:
-    weights, check, dtype = made["weights"], made["check"], made["dtype"]
+    weights, dtype = made["weights"], made["dtype"]
     return (
         f"## Checked\n\n`{weights['file']}` (sha256 `{weights['sha256']}`, {weights['bytes']:,} bytes, {dtype}) was read "
-        f"back from disk through `config.json` alone. Its logits differ by at most {check['against_cast']:.1e} from those of the "
-        f"trained drafter rounded to {dtype}, and by {check['against_trained']:.1e} from those of the drafter as trained; the "
-        f"largest logit is {check['largest_logit']:.2f}.\n"
+        f"back from disk through `config.json` alone. {_compared(made['check'], dtype)}\n"
     )
+
+
+def _compared(check: dict, dtype: str) -> str:
+    """What reading back and rounding changed. Behind a selector (`against_trained` is None) a difference in logits tells nothing of what rounding
+    costs: that of a token which is no candidate any more is large, however seldom it is the token that is said."""
+    first = f"Its logits differ by at most {check['against_cast']:.1e} from those of the trained drafter rounded to {dtype}"
+    same = f"its first choice is that of the drafter as trained in {check['same_first_choice']:.1%} of {check['rows']} places"
+    if check["against_trained"] is None:
+        return f"{first}; {same}."
+    return f"{first}, and by {check['against_trained']:.1e} from those of the drafter as trained (largest logit {check['largest_logit']:.2f}); {same}."
 
 
 def _number(value: float | None) -> str | None:

@@ -128,20 +128,22 @@ def load_export(folder: str | Path, target: Target) -> DrafterNet:
 @torch.no_grad()
 def check_export(
     folder: Path, net: DrafterNet, target: Target, format: Format, written: Written, dtype: torch.dtype
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Compare the folder, read from disk, with the trained net on a fixed text.
 
     `against_cast`: largest difference in logits to what was written, rounded to `dtype` in memory (must be none);
-    `against_trained`: to the trained net itself, so what the rounding costs.
+    `against_trained`: to the trained net itself, so what the rounding costs; None where a selector chooses among candidates, for a logit
+    jumps where rounding makes another token a candidate;
+    `same_first_choice`: share of the `rows` in which both say the same token.
     Raises UserError if the folder reads back as another net, or if what was written is another net before any rounding.
     """
     sequences, features = _fixed_input(net, target)
     config = json.loads(json.dumps(written.config))
-    got, trained, meant, cast = (
-        _chain_logits(each, sequences, features)
+    trained, chosen = _chain_logits(net, sequences, features)
+    got, meant, cast = (
+        _chain_logits(each, sequences, features)[0]
         for each in (
             load_export(folder, target),
-            net,
             format.read(config, written.tensors, target, net.config, str(folder)),
             format.read(config, written.rounded(dtype), target, net.config, str(folder)),
         )
@@ -157,7 +159,7 @@ def check_export(
                 f"largest is {largest:.2e}. Nothing was put in place; this is a fault of drafttrain, please report it."
             )
     return {
-        "against_cast": against_cast, "against_trained": float((got - trained).abs().max()), "largest_logit": largest,
+        "against_cast": against_cast, "against_trained": None if chosen else float((got - trained).abs().max()), "largest_logit": largest,
         "same_first_choice": float((got[:, :words].argmax(-1) == trained[:, :words].argmax(-1)).float().mean()), "rows": len(got),
     }  # fmt: skip
 
@@ -237,11 +239,13 @@ def _fixed_input(net: DrafterNet, target: Target) -> tuple[Sequences, Features]:
     return sequences, target.read_packed(sequences.to(target.device), net.needs.taps)
 
 
-def _chain_logits(net: DrafterNet, sequences: Sequences, features: Features) -> Tensor:
-    """[N, Vd] in fp32, elements in the layout's order: every anchor, every depth. Where the drafter tells how sure it is, that is a last column."""
+def _chain_logits(net: DrafterNet, sequences: Sequences, features: Features) -> tuple[Tensor, bool]:
+    """[N, Vd] in fp32, elements in the layout's order: every anchor, every depth. Where the drafter tells how sure it is, that is a last column.
+    And whether a selector chose among candidates."""
     device = features.final_BTD.device
     layout = net.layout(sequences, min(CHECK_DEPTH, net.deepest or CHECK_DEPTH)).to(device)
     drafted = net.rows(sequences.to(device), features, layout)
     logits_NV = net.logits(drafted.hidden_NH, drafted.prev_N).float()
     sure_N = net.confidence(drafted.hidden_NH, drafted.prev_N)
-    return logits_NV if sure_N is None else torch.cat([logits_NV, sure_N[:, None].float()], dim=1)
+    told_NX = logits_NV if sure_N is None else torch.cat([logits_NV, sure_N[:, None].float()], dim=1)
+    return told_NX, drafted.selector is not None

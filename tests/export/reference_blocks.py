@@ -24,6 +24,10 @@ class ReferenceDSpark(ReferenceDFlash):
         }
         assert set(by_engine.values()) == {True} and self.config["markov_head_type"] == "vanilla"
 
+    def sglang_starts(self, ragged: bool) -> bool:
+        """With ragged verification SGLang makes a confidence head and wants its tensors, whatever the flag says; without, it passes them over."""
+        return not ragged or {"confidence_head.proj.weight", "confidence_head.proj.bias"} <= self.weights.keys()
+
     def masked(self, drafts: int) -> int:
         return drafts - 1
 
@@ -42,14 +46,15 @@ class ReferenceDSpark(ReferenceDFlash):
         read = torch.cat([state_H, self.markov(before)]) if self.config["confidence_head_with_markov"] else state_H
         return (self.linear("confidence_head.proj", read) + self.weight("confidence_head.proj.bias"))[0]
 
-    def chain(self, anchor: int, taps_TAD: torch.Tensor, drafts: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-        """Tokens of a block, their logits [K, V] and confidences [K]."""
+    def chain(self, anchor: int, taps_TAD: torch.Tensor, drafts: int) -> tuple[list[int], torch.Tensor, torch.Tensor | None]:
+        """Tokens of a block, their logits [K, V] and confidences [K]; None without a head for them."""
         tokens, rows, sure = [anchor], [], []
         for state_H in self.speaking(self.slots(anchor, taps_TAD, drafts, len(taps_TAD))):
             rows.append(self.biased(state_H, tokens[-1]))
-            sure.append(self.sure(state_H, tokens[-1]))
+            if self.config["enable_confidence_head"]:
+                sure.append(self.sure(state_H, tokens[-1]))
             tokens.append(int(rows[-1].argmax()))
-        return tokens[1:], torch.stack(rows), torch.stack(sure)
+        return tokens[1:], torch.stack(rows), torch.stack(sure) if sure else None
 
 
 class ReferenceDFlash2(ReferenceDFlash):

@@ -24,7 +24,7 @@ MADE = {
     "config": {"taps": [1, 14, 26], "vocab": 49152, "draft_vocab": 4096, "most_drafts": None},
     "dtype": "bfloat16",
     "weights": {"file": "model.safetensors", "bytes": 12345678, "sha256": "f" * 64},
-    "check": {"against_cast": 0.0, "against_trained": 0.0123, "largest_logit": 17.5},
+    "check": {"against_cast": 0.0, "against_trained": 0.0123, "largest_logit": 17.5, "same_first_choice": 0.98765, "rows": 105},
     "measured": None,
 }
 REPORT = {
@@ -133,7 +133,15 @@ def test_a_drafter_that_changed_the_output_says_so_in_bold():
 def test_the_card_says_what_the_file_is():
     text = card_text(MADE, None)
     assert "f" * 64 in text and "4,096 of the target's 49,152 tokens" in text and "after layers 1, 14, 26" in text
+    assert "by 1.2e-02 from those of the drafter as trained (largest logit 17.50)" in text and "98.8% of 105 places" in text
     assert "every token" in card_text(MADE | {"config": MADE["config"] | {"draft_vocab": 49152}}, None)
+
+
+def test_behind_a_selector_the_first_choice_is_what_rounding_is_measured_by():
+    """The logit of a token that is no candidate any more says nothing of what is drafted."""
+    text = card_text(MADE | {"check": MADE["check"] | {"against_trained": None, "largest_logit": 65.4}}, None)
+    assert "differ by at most 0.0e+00 from those of the trained drafter rounded to bfloat16; its first choice" in text
+    assert "98.8% of 105 places" in text and "largest logit" not in text and "None" not in text
 
 
 def test_writing_again_after_validation_brings_the_numbers_in_and_keeps_them(tmp_path):

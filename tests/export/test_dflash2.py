@@ -1,6 +1,7 @@
 """DFlash 2 against a plain reference of the engines' class, its convolutions and selector among what is bent; and what is not written or read."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from safetensors.torch import load_file
 
 from drafttrain.drafters.dflash2 import DFlash2
 from drafttrain.errors import UserError
-from drafttrain.export.export import load_export
+from drafttrain.export.export import _fixed_input, load_export
 
 from .drafting import both_faces, exported, saved_and_exported_draft_alike
 from .reference_blocks import ReferenceDFlash2
@@ -131,6 +132,25 @@ def test_config_json_and_names_by_hand(tiny_llama, tmp_path):
     card = (case.folder / "README.md").read_text()
     assert '"method": "dflash"' in card and '"num_speculative_tokens": 4' in card and "vLLM (0.33;" in card
     assert "--speculative-algorithm DFLASH" in card and "--speculative-num-draft-tokens 5" in card
+
+
+@torch.no_grad()
+def test_what_rounding_costs_is_told_by_first_choices(tiny_llama, tmp_path):
+    """A token that rounding makes a candidate jumps by the gap below candidates, so a difference in logits would say 60 of a drafter that drafts
+    as before. Both numbers are computed anew: on the folder and the trained net, at every place of the text."""
+    case = exported(tiny_llama, tmp_path / "export", None, replace(PLAIN, candidates=9), dtype="bfloat16")
+    sequences, features = _fixed_input(case.net, tiny_llama)
+    found = []
+    for net in (load_export(case.folder, tiny_llama), case.net):
+        drafted = net.rows(sequences, features, net.layout(sequences))
+        found.append(net.logits(drafted.hidden_NH, drafted.prev_N))
+    (served, trained), check = found, case.made["check"]
+    assert float((served - trained).abs().max()) > 50  # another token became a candidate
+    same = [int(one) == int(other) for one, other in zip(served.argmax(-1), trained.argmax(-1), strict=True)]
+    assert check["against_trained"] is None and check["rows"] == len(same) > 50
+    assert check["same_first_choice"] == pytest.approx(sum(same) / len(same)) and check["same_first_choice"] > 0.9
+    card = (case.folder / "README.md").read_text()
+    assert f"{check['same_first_choice']:.1%} of {check['rows']} places" in card and "largest logit" not in card
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,11 @@ from .test_eagle_medusa import make_net
 
 PLAIN = DSpark(block=5, layers=2, taps=[0, 2], mask_token=319, rank=6)
 SLIDING = DSpark(block=4, layers=2, taps=[0, 2], mask_token=317, rank=3, window=5)
+HEADLESS = DSpark(block=5, layers=2, taps=[0, 2], mask_token=319, rank=6, confidence=False)
 CASES = (
     ("sglang", PLAIN, None), ("vllm", PLAIN, None), ("vllm", PLAIN, 60), ("vllm", SLIDING, None), ("vllm", SLIDING, 319),
     ("vllm", DSpark(block=1, layers=1, taps=[3], mask_token=318, rank=4), None), ("sglang", DSpark(block=7, layers=3, mask_token=319), None),
+    ("sglang", HEADLESS, None), ("vllm", HEADLESS, 60),
 )  # fmt: skip
 
 
@@ -54,12 +56,17 @@ def test_an_engine_drafts_our_dspark(targets, tmp_path, architecture, asked, con
     drafted = again.rows(case.sequences, features, layout)
     mine = layout.anchor_N == PROMPT
     assert drafted.prev_N[mine].tolist() == ids[0, PROMPT : PROMPT + config.block].tolist()
-    close(again.confidence(drafted.hidden_NH[mine], drafted.prev_N[mine]), sure)
+    told = again.confidence(drafted.hidden_NH[mine], drafted.prev_N[mine])
+    assert (told is None) == (sure is None) == (not config.confidence)
+    if sure is not None:
+        close(told, sure)
 
 
 def test_what_training_saved_and_what_was_exported_draft_alike(tiny_llama, tmp_path):
-    for number, (asked, draft_vocab) in enumerate((("sglang", None), ("vllm", 60), ("native", None))):
-        case = exported(tiny_llama, tmp_path / f"export{number}", asked, PLAIN, draft_vocab)
+    for number, (asked, config, draft_vocab) in enumerate(
+        (("sglang", PLAIN, None), ("vllm", PLAIN, 60), ("native", PLAIN, None), (None, HEADLESS, None), ("vllm", HEADLESS, 60))
+    ):
+        case = exported(tiny_llama, tmp_path / f"export{number}", asked, config, draft_vocab)
         saved_and_exported_draft_alike(case, tiny_llama, tmp_path / f"saved{number}")
 
 
@@ -108,6 +115,41 @@ def test_config_json_by_hand(tiny_llama, tmp_path):
         '"method": "dspark"' in card and '"num_speculative_tokens": 5' in card and "of 5 slots in one pass: each a draft" in card
     )
     assert "--speculative-algorithm DSPARK" in card and "--speculative-num-draft-tokens 6" in card and "num-steps" not in card
+
+
+def test_a_drafter_without_confidence_has_no_such_tensors_and_says_so(tiny_llama, tmp_path):
+    """The flag is false, SGLang is asked first, and all that is gone from the other folder is the head."""
+    case, other = (exported(tiny_llama, tmp_path / str(config.confidence), None, config) for config in (HEADLESS, PLAIN))
+    assert case.made["format"] == other.made["format"] == "dspark" and case.made["init_args"]["confidence"] is False
+    config, whole = config_of(case.folder), config_of(other.folder)
+    changed = {name for name in whole if config[name] != whole[name]}
+    assert changed == {"enable_confidence_head", "confidence_head_with_markov"} and config["enable_confidence_head"] is False
+    less, more = (load_file(folder / "model.safetensors").keys() for folder in (case.folder, other.folder))
+    assert more - less == {"confidence_head.proj.weight", "confidence_head.proj.bias"} and not less - more
+    card, others = ((folder / "README.md").read_text() for folder in (case.folder, other.folder))
+    assert (
+        "has no confidence head" in card
+        and "SGLANG_RAGGED_VERIFY_MODE static" in card
+        and "vLLM" in card
+        and "--speculative" in card
+    )
+    assert "tells how likely each is to be kept" in others and "tells how likely" not in card and "changes no draft" not in card
+    for each, starts in ((case, [True, False]), (other, [True, True])):
+        assert [reference_of(each, tiny_llama).sglang_starts(ragged) for ragged in (False, True)] == starts
+    (case.folder / "drafttrain.json").unlink()
+    assert load_export(case.folder, tiny_llama).config.confidence is False
+
+
+@pytest.mark.parametrize("asked", ["sglang", "vllm"])
+def test_a_flag_and_a_head_that_do_not_belong_together_are_named(tiny_llama, tmp_path, asked):
+    flags = ("enable_confidence_head", "confidence_head_with_markov")
+    for number, (config, complaint) in enumerate(
+        ((HEADLESS, "confidence_head.proj.bias is missing"), (PLAIN, "confidence_head.proj.bias is not one of the"))
+    ):
+        case = exported(tiny_llama, tmp_path / str(number), asked, config)
+        edit_config(case.folder, **dict.fromkeys(flags, not config.confidence))
+        with pytest.raises(UserError, match=complaint):
+            load_export(case.folder, tiny_llama)
 
 
 def test_the_confidence_head_stays_in_fp32(tiny_llama, tmp_path):
@@ -218,7 +260,7 @@ def test_a_net_of_the_other_layout_is_not_written(tiny_llama, tmp_path, monkeypa
     ("change", "complaint"),
     [
         ({"markov_head_type": "gated"}, "markov_head_type is 'gated'"), ({"markov_rank": 5}, r"markov_w1.weight is \[320, 6\]"),
-        ({"enable_confidence_head": False}, "enable_confidence_head"), ({"mask_token_id": 318}, "mask_token_id"),
+        ({"enable_confidence_head": False}, "confidence_head_with_markov"), ({"mask_token_id": 318}, "mask_token_id"),
         ({"target_layer_ids": [1, 3]}, "target_layer_ids"), ({"is_causal": True}, "is_causal"), ({"block_size": 0}, "block is 0"),
     ],
 )  # fmt: skip
