@@ -69,6 +69,8 @@ class Conductor(pl.Callback):
             self._log(trainer, task)
         began = time.monotonic()
         if measuring:
+            if not ended:  # behind the last step the reporter says it, together with what else is done then
+                self.reporter.say(f"step {step}: measuring tau on {len(self.run.held_out)} held-out prompts")
             self._measure(trainer, task)
         if saving:
             self._save(trainer, task, ended)
