@@ -6,22 +6,29 @@ import shutil
 import pytest
 import torch
 import yaml
+from drafters.test_faces import DRAFTERS as EVERY_DRAFTER
 from safetensors.torch import load_file, save_file
+from tasks.test_taught import OBJECTIVES, PAIRS
 from tiny_run import make_run, ragged_chats, start, write_store
 
 from data_prep.featurize import Stored, featurize
 from data_prep.team import ALONE
 from drafttrain.cli import main
+from drafttrain.commands.plan import outline
+from drafttrain.commands.plan_taught import taught
 from drafttrain.data.kept_rows import wanted_final
 from drafttrain.data.store import TokenStore
 from drafttrain.data.token_counts import count
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import load_drafter, save_drafter
 from drafttrain.drafters.vocabulary import choose_vocabulary
+from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
 from drafttrain.files import human_bytes
+from drafttrain.losses import Distillation
 from drafttrain.recipe import load_recipe
+from drafttrain.tasks.distill import require_taught
 from drafttrain.vocab import DraftVocabulary
 
 EAGLE3 = {"class_path": "Eagle3", "init_args": {"taps": [0, 1, 3], "depth": 2, "draft_vocab": 200}}
@@ -174,6 +181,58 @@ def test_a_store_whose_features_fit_or_are_still_to_be_made_passes(planned, tmp_
     shutil.rmtree(tmp_path / "tiny")
     make_run(tmp_path / "tiny", tiny_llama)
     assert planned()[1][-1] == f"{tmp_path}/tiny/data/train/ holds no features yet: run data_prep before training"
+
+
+DSPARK = {"class_path": "DSpark", "init_args": {"block": 4, "layers": 1, "taps": [0, 2], "rank": 4, "mask_token": 319}}
+HARD = {"init_args": {"divergences": ["HardCrossEntropy"]}}
+
+
+def test_what_would_not_be_taught_is_refused_in_the_words_of_training(planned):
+    """DSpark's confidence learns from Confidence alone; and a drafter whose states alone are taught has no head to speak with."""
+    states = {"init_args": {"divergences": ["SmoothL1"]}}
+    for drafter, objective, part in (
+        (DSPARK, HARD, "confidence_head of this DSpark"),
+        (EAGLE3, states, "lm_head of this Eagle3"),
+    ):
+        _, lines = planned(drafter, code=2, objective=objective)
+        assert lines[-1].startswith(f"error: objective.init_args.divergences teaches nothing to {part}, which would be served")
+    sure = {"init_args": {"divergences": ["HardCrossEntropy", "Confidence"]}}
+    without = {**DSPARK, "init_args": {**DSPARK["init_args"], "confidence": False}}
+    for drafter, objective in ((DSPARK, sure), (without, HARD), (EAGLE3, HARD)):
+        _, lines = planned(drafter, objective=objective)
+        assert line(lines, "parameters: ") and not [each for each in lines if "teaches every weight" in each]
+
+
+def refusal_of(ask, *args) -> str:
+    """What a check says against a drafter and its objective; "" for nothing."""
+    try:
+        assert not ask(*args)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_an_outline_tells_of_every_drafter_what_weights_tell(planned, targets, target_folders, architecture, chunk):
+    """All drafters and objectives: the graph of tensors without memory against that of a net and a target with weights."""
+    recipe, _ = planned(target={"path": str(target_folders(architecture))})
+    target, (sketch, _), told = targets(architecture), outline(recipe), []
+    for name, asked in PAIRS:
+        config, objective = EVERY_DRAFTER[name], Distillation(OBJECTIVES[asked], chunk=chunk)
+        vocabulary = DraftVocabulary(torch.arange(0, 320, 2), 320)
+        with torch.device("meta"):
+            net = config.build(sketch, vocabulary)
+        told.append(refusal_of(taught, sketch, net, vocabulary, objective))
+        assert told[-1] == refusal_of(require_taught, target, config.build(target, vocabulary), objective), (name, asked)
+    assert 10 < sum(map(bool, told)) < len(told) - 10
+
+
+def test_an_outline_that_cannot_tell_says_so(planned, monkeypatch):
+    """Code that looks at a value: meta tensors have none."""
+    monkeypatch.setattr("drafttrain.commands.plan_taught.require_taught", lambda *args: torch.empty(1, device="meta").item())
+    said = line(planned()[1], "whether the objective teaches every weight ")
+    assert said == "whether the objective teaches every weight is seen when training starts (RuntimeError)"
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from torch import nn
 
 from data_prep.config import PrepareConfig
 from drafttrain.commands.plan_start import filled, find_start
+from drafttrain.commands.plan_taught import taught
 from drafttrain.data.features import vector_bytes
 from drafttrain.data.kept_rows import wanted_final
 from drafttrain.data.packing import RowPlan, read_chats
@@ -66,6 +67,7 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     if recipe.checkpoint.tau_prompts:
         net.require_drafts(recipe.checkpoint.drafts, "checkpoint.drafts")
     net.require_drafts(recipe.validate.drafts, "validate.drafts")
+    yield from taught(target, net, vocabulary, recipe.objective)
     yield from _disk(recipe, store, target, net)
     yield from _device(recipe, topology, target, net)
     if store is not None and recipe.data.features == "stored":
