@@ -26,6 +26,7 @@ from drafttrain.recipe import Recipe
 from drafttrain.run import Run, dump_yaml
 from drafttrain.target.load import locate
 from drafttrain.target.target import Target
+from drafttrain.tasks.optimizer import require_whole_matrices
 from drafttrain.topology import Topology, read_topology, uses_deepspeed
 from drafttrain.trainer_section import trainer_arguments
 from drafttrain.types import Identity
@@ -39,6 +40,8 @@ def run(recipe: Recipe, options: Options) -> None:
     """Print the plan. Raises UserError for everything that `train` would refuse before it loads anything."""
     topology = read_topology(recipe.trainer.get("strategy"))
     trainer_arguments(recipe.trainer, options.run.logs)
+    strategy = recipe.trainer.get("strategy")
+    require_whole_matrices(recipe.optimizer, "deepspeed" if uses_deepspeed(strategy) else "")
     print(dump_yaml(recipe.plain()))
     for line in arithmetic(recipe, options.run, topology):
         print(line)

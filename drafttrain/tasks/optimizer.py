@@ -128,5 +128,14 @@ def make_optimizer(config: OptimizerConfig, net: nn.Module, fused: bool, tokens:
     return AdamWAndMuon(_adamw(config, groups, fused), muon) if groups else muon
 
 
+def require_whole_matrices(config: OptimizerConfig, strategy: str) -> None:
+    """UserError where Muon is asked for together with DeepSpeed, whose optimizers see flat pieces of the weights. `strategy`: its name or class."""
+    if config.muon_lr is not None and "deepspeed" in strategy.lower():
+        raise UserError(
+            f"optimizer.muon_lr is {config.muon_lr}, but trainer.strategy is DeepSpeed, which cuts matrices into pieces, and Muon needs them whole; "
+            "use recipes/hardware/ddp.yaml or ddp-h100.yaml, or set optimizer.muon_lr to null."
+        )
+
+
 def _adamw(config: OptimizerConfig, groups: list[dict], fused: bool) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)

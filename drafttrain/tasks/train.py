@@ -45,7 +45,7 @@ from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.checkpoints import Saved, find_last, require_same_recipe
 from drafttrain.tasks.conductor import Conductor, Run
 from drafttrain.tasks.distill import DistillTask, Position
-from drafttrain.tasks.optimizer import OptimizerConfig
+from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
@@ -107,7 +107,8 @@ def train(
     """Trains until `trainer.max_steps` or a stop signal; see the top of this file. UserError for everything a user can mend."""
     sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed or SpeedConfig())
     _check_trainer(trainer)
-    _require_whole_matrices(sections.optimizer, trainer)
+    strategy = trainer.get("strategy", "")
+    require_whole_matrices(optimizer, strategy if isinstance(strategy, str) else type(strategy).__name__)
     say = print if topology.rank == 0 else _say_nothing
     checkpoints = Path(run_folder) / "checkpoints"
     store = TokenStore.open(Path(run_folder) / "data" / "train")
@@ -197,17 +198,6 @@ def _check_trainer(trainer: dict[str, Any]) -> None:
     for key in OURS:
         if key in trainer:
             raise UserError(ours_refused(key))
-
-
-def _require_whole_matrices(optimizer: OptimizerConfig, trainer: dict[str, Any]) -> None:
-    """UserError where Muon is asked for together with DeepSpeed, whose optimizers see flat pieces of the weights."""
-    strategy = trainer.get("strategy", "")
-    name = strategy if isinstance(strategy, str) else type(strategy).__name__
-    if optimizer.muon_lr is not None and "deepspeed" in name.lower():
-        raise UserError(
-            f"optimizer.muon_lr is {optimizer.muon_lr}, but trainer.strategy is DeepSpeed, which cuts matrices into pieces, and Muon needs them whole; "
-            "use recipes/hardware/ddp.yaml or ddp-h100.yaml, or set optimizer.muon_lr to null."
-        )
 
 
 def _begin(

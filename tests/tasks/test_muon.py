@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from tiny_run import logged, make_run, start
 from torch import nn
 
+from drafttrain.cli import main
 from drafttrain.errors import UserError
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer
 from drafttrain.vocab import DraftVocabulary
@@ -137,3 +138,11 @@ def test_with_deepspeed_it_is_refused(tmp_path, tiny_llama, target_folders):
 def test_a_learning_rate_that_is_none_is_refused(value):
     with pytest.raises(UserError, match="optimizer.muon_lr is .*, but must be a finite number above 0"):
         OptimizerConfig(muon_lr=value)
+
+
+def test_plan_refuses_it_with_deepspeed_too(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    recipe = "recipes/smollm2-135m/dflash.yaml"
+    rest = ["--config", "recipes/hardware/zero2.yaml", "--optimizer.muon_lr", "2e-3"]
+    assert main(["plan", "--config", recipe, *rest]) == 2
+    assert "optimizer.muon_lr is 0.002, but trainer.strategy is DeepSpeed" in capsys.readouterr().err
