@@ -39,9 +39,9 @@ ADAM_BYTES = 8
 def run(recipe: Recipe, options: Options) -> None:
     """Print the plan. Raises UserError for everything that `train` would refuse before it loads anything."""
     topology = read_topology(recipe.trainer.get("strategy"))
-    trainer_arguments(recipe.trainer, options.run.logs)
     strategy = recipe.trainer.get("strategy")
     require_whole_matrices(recipe.optimizer, "deepspeed" if uses_deepspeed(strategy) else "")
+    trainer_arguments(recipe.trainer, options.run.logs)
     print(dump_yaml(recipe.plain()))
     for line in arithmetic(recipe, options.run, topology):
         print(line)
