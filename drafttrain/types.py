@@ -192,6 +192,36 @@ class Request:
     """JSON schemas of functions in that chat."""
 
 
+@dataclass(frozen=True)
+class DraftRounds:
+    """Every round of an answer that drafted chains: what was drafted, and what the target computed while it checked that.
+
+    On the CPU. R rounds in order, K drafts at most, P = K+1 places: place 0 is the anchor, place k the drafted token d_k. The target read
+    d_1, ..., d_K behind the anchor whether or not it kept them, so place k-1 teaches depth k *in the drafted branch*, also behind the
+    first rejection, where no row of the text does.
+    """
+
+    anchor_R: Tensor
+    """Index in the rollout's `ids` of the last token that was committed when the round began; the next anchor is accepted + 1 further."""
+    drafted_RK: Tensor
+    """d_k = [r, k-1], target-vocabulary ids; -1 where the chain had ended before."""
+    proposed_R: Tensor
+    """Length of the chain: K, or less where it ended early."""
+    accepted_R: Tensor
+    """Drafts that were verified, r, whether or not the answer ended among them."""
+    said_R: Tensor
+    """The token behind d_r: the target's own. At depth r+1, it stands where d_{r+1} was rejected."""
+    kept_R: Tensor
+    """How many of d_1, ..., d_r and the token said are in the answer: ids[anchor+1 : anchor+1+kept]. r+1 in all rounds but the last,
+    which the limit or an end of turn may cut."""
+    within_R: Tensor
+    """Drafted tokens that lie within the answer's reach: d_k behind `within` were drafted past the limit, or past a drafted end of turn
+    (accepted or not), and teach nothing that counts."""
+    final_RPD: Tensor
+    """Final hidden states of the target at the places, as `Features.final_BTD`, in its dtype; 0 behind the chain's end. [r, k-1] teaches
+    d_k; [r, accepted] says the token said."""
+
+
 @dataclass
 class Rollout:
     """An answered prompt. `1 + sum(accepted + 1) - cut = emitted tokens`: the first one comes from the prefill."""
@@ -213,6 +243,8 @@ class Rollout:
     final_TD: Tensor | None = None
     failed: str | None = None
     """Why nobody answered: then `ids` is the prompt alone. None for an answer."""
+    rounds: DraftRounds | None = None
+    """What every round drafted, where the engine was asked to keep it."""
 
     @property
     def answer(self) -> Tensor:

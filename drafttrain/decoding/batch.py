@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.decoding.proposer import Proposer
+from drafttrain.decoding.recorded import RoundBuffers
 from drafttrain.decoding.sampling import Sampling, choose_tokens, stream_of
 from drafttrain.decoding.tree import Branched, branched, place_depths
 from drafttrain.decoding.verify import Verifier
@@ -46,6 +47,7 @@ class Batch:
         capacity: int,
         taps: tuple[int, ...],
         keep_features: bool,
+        keep_rounds: bool,
     ):
         self.target, self.proposer, self.verify, self.sampling = target, proposer, verify, sampling
         self.rows, self.capacity, self.width, self.taps, self.keep_features = rows, capacity, rows, taps, keep_features
@@ -62,6 +64,9 @@ class Batch:
         """Of the last round: the accepted count, the depth at which drafts were tried, and the K+1 tokens from the anchor on of which
         accepted+1 count."""
         self.features: Features | None = None
+        self.keep_rounds = keep_rounds
+        self.round_buffers: RoundBuffers | None = None
+        """What the last round drafted, if that is kept; from the first prompt on."""
         self._proposal: Proposal | None = None
         self._read: tuple[Features, Tensor] | None = None
         if proposer:
@@ -95,6 +100,8 @@ class Batch:
         self.tokens_BM[rows_R, counts_R] = first_R1[:, 0]
         self.length_B[rows_R], self.stream_B[rows_R], self.live_B[rows_R] = counts_R, streams_R, True
         self._store(features, slots_RP, rows_R)
+        if self.keep_rounds and self.round_buffers is None:
+            self.round_buffers = RoundBuffers.like(features.final_BTD, self.rows, self.drafts)
         if self.proposer:
             self.proposer.admit(rows_R, self.tokens_BM[rows_R], counts_R, features, extent)
         return first_R1[:, 0].tolist()
@@ -142,6 +149,8 @@ class Batch:
         said_BT.scatter_(1, verdict.accepted_B[:, None], verdict.said_B[:, None])
         self.said_BX[:width, 0], self.said_BX[:width, 1] = verdict.accepted_B, _tried(proposal, verdict)
         self.said_BX[:width, 2 : said_BT.shape[1] + 2] = said_BT
+        if self.round_buffers is not None:
+            self.round_buffers.take(proposal, features.final_BTD)
         self._read = features, verdict.path_BK
 
     def _branches(self, proposal: Branched, length_B: Tensor, keys_BS: Tensor) -> tuple[Tensor, Tensor, Tensor]:

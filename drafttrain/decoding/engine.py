@@ -17,6 +17,7 @@ from drafttrain.decoding.batch import Batch, whole_blocks
 from drafttrain.decoding.graphs import Rounds, StageClock
 from drafttrain.decoding.measure import Decoded
 from drafttrain.decoding.proposer import Proposer
+from drafttrain.decoding.recorded import RowRound, draft_rounds
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.decoding.verify import Match, Verifier
 from drafttrain.errors import UserError
@@ -67,6 +68,8 @@ class _Row:
     accepted: list[int] = field(default_factory=list)
     tried: list[int] = field(default_factory=list)
     beyond: list[int] = field(default_factory=list)
+    rounds: list[RowRound] = field(default_factory=list)
+    """Where they are kept, those up to the answer's end."""
     verified: int = 0
     cut: int = 0
     stopped: bool = False
@@ -111,6 +114,7 @@ class Engine:
         slots: int = 16,
         taps: tuple[int, ...] = (),
         keep_features: bool = False,
+        keep_rounds: bool = False,
         graphs: bool = True,
         debug: bool = False,
     ):
@@ -120,15 +124,24 @@ class Engine:
             slots: rows that decode at the same time.
             taps: layers whose outputs are kept, without a proposer; a proposer says itself which it reads.
             keep_features: hand out taps and final states of every row the target read.
+            keep_rounds: hand out what every round drafted and the target's final states behind it (chains only).
             graphs: replay rounds as CUDA graphs where the target is on a GPU.
             debug: after every round, hold the batch's lengths and tokens, and the drafter's lengths, against what the host knows; slow.
+
+        Raises:
+            UserError: rounds are to be kept, but the proposer drafts trees.
         """
         if proposer is not None and keep_features and taps != proposer.taps:
             raise ValueError("one pass hands out one set of taps")
+        if keep_rounds and proposer is not None and not proposer.chain:
+            raise UserError(
+                f"rounds are to be kept (keep_rounds), but {type(proposer).__name__} drafts trees of {proposer.nodes} nodes, of which only "
+                "chains are kept so far; draft a chain."
+            )
         self.target, self.proposer, self.sampling, self.slots = target, proposer, sampling, slots
         self.verify = verify or (Match(proposer.drafts, proposer.chain) if proposer else Match(0, chain=True))
         self.taps, self.keep_features = taps if proposer is None else proposer.taps, keep_features
-        self.use_graphs, self.debug = graphs, debug
+        self.use_graphs, self.debug, self.keep_rounds = graphs, debug, keep_rounds
         self.clock: StageClock | None = None
         """Set one to have the stages of every round timed."""
         self.rows: list[_Row | None] = []
@@ -212,7 +225,8 @@ class Engine:
         # A row that has ended may be in one more round before the host knows.
         capacity = whole_blocks(max(len(r.ids) + r.limit for r in requests) + self._ahead + self._advance + overrun)
         if self._rounds is None or self._rounds.batch.rows < width or self._rounds.batch.capacity < capacity:
-            batch = Batch(self.target, self.proposer, self.verify, self.sampling, width, capacity, self.taps, self.keep_features)
+            keeps = self.keep_features, self.keep_rounds
+            batch = Batch(self.target, self.proposer, self.verify, self.sampling, width, capacity, self.taps, *keeps)
             self._rounds = Rounds(batch, self.use_graphs)
         batch = self._rounds.batch
         while self._rounds.in_flight:  # of a call that nobody read to its end
@@ -257,8 +271,11 @@ class Engine:
         assert self._rounds is not None
         said = self._rounds.collect()
         kept = []
-        for row, (accepted, tried, *tokens) in zip(self.rows, said.rows, strict=True):
+        for b, (row, (accepted, tried, *tokens)) in enumerate(zip(self.rows, said.rows, strict=True)):
             if row is not None:
+                if said.drafted is not None and not row.ended:
+                    drafted = said.drafted
+                    row.rounds.append(RowRound(accepted, tokens[accepted], drafted.drafted_BX[b], drafted.final_BPD[b]))
                 row.note(tokens[: accepted + 1], tried)
                 kept.append(accepted)
         if self.proposer is not None:
@@ -311,6 +328,10 @@ def _rollout(batch: Batch, b: int, row: _Row | None, overrun: int) -> Rollout:
         key=row.request.key, ids=ids, prompt_len=len(row.request.ids), accepted=row.accepted, cut=row.cut, stopped=row.stopped,
         beyond=torch.tensor(row.beyond[:overrun], dtype=torch.long), tried=row.tried,
     )  # fmt: skip
+    if batch.round_buffers is not None:
+        rollout.rounds = draft_rounds(
+            row.rounds, batch.round_buffers, ids, rollout.prompt_len, row.request.limit, tuple(row.ends)
+        )
     if batch.features is not None:
         rows = len(ids) - 1  # the last token was said, not read
         taps, final = batch.features.taps_BTAD[b, : rows + 1].clone(), batch.features.final_BTD[b, : rows + 1].clone()

@@ -14,6 +14,7 @@ from time import monotonic, perf_counter
 import torch
 
 from drafttrain.decoding.batch import Batch
+from drafttrain.decoding.recorded import RoundBuffers
 
 
 @dataclass
@@ -52,6 +53,7 @@ class StageClock:
 @dataclass(frozen=True)
 class _Launched:
     said_BX: torch.Tensor
+    drafted: RoundBuffers | None
     done: torch.cuda.Event | None
     shape: int
     began: float
@@ -65,6 +67,8 @@ class Collected:
 
     rows: list[list[int]]
     """For each row in play, `Batch.said_BX`."""
+    drafted: RoundBuffers | None
+    """What it drafted, on the host and the caller's own; None where that is not kept."""
     shape: int
     """The proposer's number for the shape of this round."""
     seconds: float | None
@@ -97,15 +101,21 @@ class Rounds:
                 self.clock.time(name, stage, self.batch.target.device.type == "cuda")
         if self.clock is not None:
             self.clock.rounds += 1
-        said_BX = self.batch.said_BX[: self.batch.width]
-        if said_BX.is_cuda:
-            copy = torch.empty(said_BX.shape, dtype=said_BX.dtype, pin_memory=True)
-            copy.copy_(said_BX, non_blocking=True)
+        buffers, done = self.batch.round_buffers, None
+        said_BX, drafted = self._fetch(self.batch.said_BX), None if buffers is None else buffers.each(self._fetch)
+        if self.batch.said_BX.is_cuda:
             done = torch.cuda.Event()
             done.record()
-            self._launched.append(_Launched(copy, done, shape, began, typical))
-        else:
-            self._launched.append(_Launched(said_BX.clone(), None, shape, began, typical))
+        self._launched.append(_Launched(said_BX, drafted, done, shape, began, typical))
+
+    def _fetch(self, x_BX: torch.Tensor) -> torch.Tensor:
+        """A copy on the host of the rows in play, before the next round overwrites them; from a GPU it is there once the device has come
+        so far."""
+        x_BX = x_BX[: self.batch.width]
+        if not x_BX.is_cuda:
+            return x_BX.clone()
+        copy = torch.empty(x_BX.shape, dtype=x_BX.dtype, pin_memory=True)
+        return copy.copy_(x_BX, non_blocking=True)
 
     @torch.no_grad()
     def record(self, extent: int) -> None:
@@ -136,8 +146,11 @@ class Rounds:
         first = self._launched.popleft()
         if first.done is not None:
             first.done.synchronize()
-        rows = first.said_BX.tolist()
-        return Collected(rows, first.shape, monotonic() - first.began if first.typical and not self._launched else None)
+        rows, drafted = first.said_BX.tolist(), first.drafted
+        seconds = monotonic() - first.began if first.typical and not self._launched else None
+        if drafted is not None and first.done is not None:
+            drafted = drafted.each(torch.clone)  # an answer lasts longer than pinned memory should be held
+        return Collected(rows, drafted, first.shape, seconds)
 
     @property
     def _shape(self) -> int:
