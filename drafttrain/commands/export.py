@@ -24,7 +24,9 @@ def run(recipe: Recipe, options: Options) -> None:
     print(f"{format.title}, {served_by(format)}")
     for note in made["notes"]:
         print(f"note: {note}")
-    size, gap = made["weights"]["bytes"], made["check"]["against_trained"]
-    print(f"{folder.export}/: {size:,} bytes in {made['dtype']}; read back, logits within {gap:.1e} of the trained drafter's")
+    size, check = made["weights"]["bytes"], made["check"]
+    gap = "" if check["against_trained"] is None else f", logits within {check['against_trained']:.1e} of the trained drafter's"
+    same = f"the trained drafter's first choice in {check['same_first_choice']:.1%} of {check['rows']} places"
+    print(f"{folder.export}/: {size:,} bytes in {made['dtype']}; read back: {same}{gap}")
     if recipe.export.push:
         print(f"pushed: {push(folder.export, recipe.export.push, recipe.export.private)}")
