@@ -142,8 +142,7 @@ class DistillTask(pl.LightningModule):
 
     def configure_optimizers(self):
         config, max_steps = self.optimizer_config, self.trainer.max_steps
-        tokens = {self.target.vocab, len(self.net.vocabulary.ids)}
-        optimizer = make_optimizer(config, self.net, self._may_fuse(), tokens)
+        optimizer = make_optimizer(config, self.net, self._may_fuse(), token_sides(self.net))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_fraction(step, max_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -188,6 +187,11 @@ class DistillTask(pl.LightningModule):
     def _may_fuse(self) -> bool:
         """Lightning refuses to clip the gradients of a fused optimizer under mixed precision."""
         return not (self.trainer.gradient_clip_val and "mixed" in str(self.trainer.precision))
+
+
+def token_sides(net: DrafterNet) -> set[int]:
+    """How long the side of a matrix is that has a row for each token of the target, or of the draft vocabulary."""
+    return {net.vocabulary.t2d.numel(), len(net.vocabulary.ids)}
 
 
 def require_taught(target: Target, net: DrafterNet, objective: Objective) -> None:

@@ -109,7 +109,7 @@ def make_optimizer(config: OptimizerConfig, net: nn.Module, fused: bool, tokens:
     """AdamW over the trainable weights, those with one dimension (norms, biases) without decay; with `muon_lr` only over those that are no
     matrices, or are tables of tokens: one of their sides is among `tokens`. UserError if this torch has no Muon."""
     weights = [weight for weight in net.parameters() if weight.requires_grad]
-    turned = [w for w in weights if w.ndim == 2 and not set(w.shape) & set(tokens)] if config.muon_lr is not None else []
+    turned = turned_by_muon(config, net, tokens)
     groups = [
         {
             "params": [w for w in weights if w.ndim >= 2 and not any(w is other for other in turned)],
@@ -135,6 +135,13 @@ def require_whole_matrices(config: OptimizerConfig, strategy: str) -> None:
             f"optimizer.muon_lr is {config.muon_lr}, but trainer.strategy is DeepSpeed, which cuts matrices into pieces, and Muon needs them whole; "
             "use recipes/hardware/ddp.yaml or ddp-h100.yaml, or set optimizer.muon_lr to null."
         )
+
+
+def turned_by_muon(config: OptimizerConfig, net: nn.Module, tokens: Collection[int]) -> list[nn.Parameter]:
+    """Trainable matrices without a side as long as one of `tokens`; none where Muon is not asked for."""
+    if config.muon_lr is None:
+        return []
+    return [w for w in net.parameters() if w.requires_grad and w.ndim == 2 and not set(w.shape) & set(tokens)]
 
 
 def _adamw(config: OptimizerConfig, groups: list[dict], fused: bool) -> torch.optim.AdamW:

@@ -44,8 +44,8 @@ from drafttrain.target.target import Target
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.checkpoints import Saved, find_last, require_same_recipe
 from drafttrain.tasks.conductor import Conductor, Run
-from drafttrain.tasks.distill import DistillTask, Position
-from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices
+from drafttrain.tasks.distill import DistillTask, Position, token_sides
+from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, turned_by_muon
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
@@ -141,6 +141,9 @@ def train(
         if saved is not None:
             _say_resumed(saved, share, sections.max_steps, say)
         size = sum(weight.numel() for weight in net.parameters())
+        if optimizer.muon_lr is not None:
+            turned = sum(weight.numel() for weight in turned_by_muon(optimizer, net, token_sides(net)))
+            say(f"Muon trains {turned:,} of {size:,} weights at {optimizer.muon_lr:g}, AdamW the others at {optimizer.lr:g}")
         require_space(checkpoints, 4 * size * 8, "training (two resume states and two drafters)")
         held_out = _held_out(Path(run_folder), model, checkpoint)
         run = Run(checkpoints, checkpoint, drafter, build, held_out, recipe)

@@ -8,6 +8,7 @@ from tiny_run import logged, make_run, start
 from torch import nn
 
 from drafttrain.cli import main
+from drafttrain.drafters.save import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer
 from drafttrain.vocab import DraftVocabulary
@@ -101,11 +102,14 @@ def test_learning_rates_are_scheduled_apart():
     assert [group["lr"] for group in optimizer._parts[1].param_groups] == [1.5e-2]
 
 
-def test_a_training_run_that_was_stopped_equals_one_that_was_not(tmp_path, tiny_llama, target_folders):
+def test_a_training_run_that_was_stopped_equals_one_that_was_not(tmp_path, tiny_llama, target_folders, capsys):
     optimizer = {"muon_lr": 1e-2}
     trainer = {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
     whole, parts = (make_run(tmp_path / name, tiny_llama) for name in ("whole", "parts"))
     start(whole, target_folders("llama"), optimizer=optimizer, trainer=trainer | {"max_steps": 6})
+    weights = load_drafter(whole / "checkpoints" / "best", tiny_llama)[0].named_parameters()
+    sizes = {name: weight.numel() for name, weight in weights if "lm_head" not in name and "norm" not in name}
+    assert f"Muon trains {sum(sizes.values()):,} of " in capsys.readouterr().out
     checkpoint = {"every": 3}
     start(
         parts,
