@@ -103,7 +103,6 @@ def test_commands_of_the_pages_exist_with_their_flags(line, tmp_path, monkeypatc
         options, left = show.parse(rest[1:])
         assert options.file and not left
         return
-    rest = ["--push=owner/name" if word == "--push" else word for word in rest]
     if "--help" in rest:
         assert main([command, *rest]) == 0
     else:
