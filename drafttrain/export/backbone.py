@@ -28,15 +28,11 @@ from torch import Tensor
 
 from drafttrain.drafters.block import BlockNet
 from drafttrain.drafters.decoder import DecoderShape
-from drafttrain.errors import UserError
-from drafttrain.export.block import PLAIN, block_config, block_table, read_block, rope_fault, unlike
+from drafttrain.export.block import PLAIN, block_config, block_table, read_block, require_masked, require_rope, require_taps
 from drafttrain.export.format import Table, map_table, map_tensors, state_of
 from drafttrain.export.rows import read_rows, reads_raw, require_same, said_rows
 from drafttrain.target.target import Target
 from drafttrain.vocab import DraftVocabulary
-
-KNOWN_ALREADY = ("dtype", "torch_dtype", "rope_theta", "rope_scaling")
-"""Fields that the facts do not decide, or that `read_block` compares."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +55,9 @@ class BlockFacts:
     """The mask's text, which SGLang compares with the tokenizer where there is one."""
 
     def __post_init__(self) -> None:
-        if (
-            list(self.taps) != sorted(set(self.taps))
-            or not self.taps
-            or not 0 <= self.taps[0] <= self.taps[-1] < self.target_layers
-        ):
-            raise UserError(
-                f"taps are {list(self.taps)}, but engines read layers in order: they must ascend, without repeats, "
-                f"from 0 to {self.target_layers - 1}."
-            )
-        if not (0 < self.draft_vocab <= self.shape.vocab and 0 <= self.mask < self.shape.vocab):
-            raise UserError(
-                f"the draft vocabulary has {self.draft_vocab} tokens and the mask is number {self.mask}, but the target has "
-                f"{self.shape.vocab}: neither may reach beyond them."
-            )
-        if fault := rope_fault(self.shape.rope_parameters):
-            raise UserError(f"{fault}.")
+        require_taps(self.taps, self.target_layers)
+        require_masked(self.draft_vocab, self.mask, self.shape.vocab)
+        require_rope(self.shape)
 
 
 def facts_of(net: BlockNet, target: Target) -> BlockFacts:
@@ -178,11 +161,6 @@ def read_backbone(config: Mapping[str, Any]) -> tuple[BlockFacts, list[str]]:
         mask_word=nested.get("mask_token"),
     )
     return facts, wrong
-
-
-def differences(config: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Fields that say something else than the facts come to. Raises KeyError for one that is missing."""
-    return unlike(config, {key: value for key, value in wanted.items() if key not in KNOWN_ALREADY})
 
 
 def any_dtype(facts: BlockFacts) -> dict[str, Any]:

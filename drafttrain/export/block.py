@@ -6,10 +6,14 @@
 Letters: H width of the drafter = width of the target, X what the attention reads.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.decoder import DecoderShape
+from drafttrain.errors import UserError
 from drafttrain.export.format import dtype_words
 from drafttrain.target.target import Target
 
@@ -81,6 +85,65 @@ PLAIN = {
 def unlike(config: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
     """Fields that have other values than wanted. Raises KeyError for one that is missing."""
     return [f"{key} is {config[key]!r}, not {value!r}" for key, value in wanted.items() if config[key] != value]
+
+
+TOLD_OTHERWISE = ("dtype", "torch_dtype", "rope_theta", "rope_scaling")
+"""Fields that the facts of a drafter do not decide, or that `read_block` compares."""
+
+
+def unlike_facts(config: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """`unlike` for a whole config.json that the facts read from it come to. Raises KeyError for a field that is missing."""
+    return unlike(config, {key: value for key, value in wanted.items() if key not in TOLD_OTHERWISE})
+
+
+@contextmanager
+def reading_of(where: str, kind: str) -> Iterator[list[str]]:
+    """Inside, config.json is read as that of this kind of drafter, and what contradicts itself in it is added to the list.
+
+    Raises UserError for a field that is missing (KeyError), and at the end for the contradictions.
+    """
+    wrong: list[str] = []
+    try:
+        yield wrong
+    except KeyError as error:
+        raise UserError(
+            f"{where}/config.json has no {error}, so this is no {kind} export of ours; export the drafter again."
+        ) from error
+    if wrong:
+        article = "an" if kind.startswith("E") else "a"
+        raise UserError(f"{where}/config.json is not {article} {kind} drafter that can be read here: {'; '.join(wrong)}.")
+
+
+def require_taps(taps: tuple[int, ...], layers: int | None = None) -> None:
+    """Raises UserError unless 0-based layer outputs ascend, below the target's number of layers where that is known."""
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or (layers is not None and taps[-1] >= layers):
+        end = "on" if layers is None else f"to {layers - 1}"
+        raise UserError(
+            f"taps are {list(taps)}, but engines read layers in order: they must ascend, without repeats, from 0 {end}."
+        )
+
+
+def require_masked(draft_vocab: int, mask: int, vocab: int) -> None:
+    """Raises UserError where the draft vocabulary or the token of a masked element reaches beyond the target's."""
+    if not (0 < draft_vocab <= vocab and 0 <= mask < vocab):
+        raise UserError(
+            f"the draft vocabulary has {draft_vocab} tokens and the mask is number {mask}, but the target has "
+            f"{vocab}: neither may reach beyond them."
+        )
+
+
+def require_rope(shape: DecoderShape) -> None:
+    """Raises UserError for rotary parameters that the engines' drafters cannot read."""
+    if fault := rope_fault(shape.rope_parameters):
+        raise UserError(f"{fault}.")
+
+
+def settled(drafter: Any, taps: tuple[int, ...], mask: int, target: Target) -> Any:
+    """A drafter's configuration with the taps and the masked token of a folder; what was left to be chosen for the target in training stays so
+    where the choice is the same."""
+    if drafter.taps_of(target) != taps:
+        drafter = replace(drafter, taps=list(taps))
+    return drafter if drafter.mask_token is None else replace(drafter, mask_token=mask)
 
 
 def read_block(config: dict[str, Any], plain: dict[str, Any] = PLAIN) -> tuple[DecoderShape, list[str]]:

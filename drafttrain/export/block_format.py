@@ -21,14 +21,13 @@ from drafttrain.export.backbone import (
     BlockFacts,
     any_dtype,
     backbone_config,
-    differences,
     facts_of,
     read_backbone,
     take_tables,
     tensor_table,
     tensors_of,
 )
-from drafttrain.export.block import head_refusal, refused, special_ids
+from drafttrain.export.block import head_refusal, reading_of, refused, settled, special_ids, unlike_facts
 from drafttrain.export.format import Format, Table, Written, fill, read_map, require_target
 from drafttrain.export.handing import handing_notes
 from drafttrain.export.rows import reads_raw
@@ -131,17 +130,11 @@ class BlockFormat(Format):
         Raises UserError if it is another kind of drafter or of layout, asks for something that this reader does not compute, or if two
         fields that say the same thing disagree.
         """
-        try:
+        with reading_of(where, self.word) as wrong:
             require_layout(config, self.first, self.word, where)
-            facts, wrong = read_backbone(config)
+            facts, found = read_backbone(config)
             options = self.options_in(config)
-            wrong += differences(config, self.config(facts, options, any_dtype(facts)))
-        except KeyError as error:
-            raise UserError(
-                f"{where}/config.json has no {error}, so this is no {self.word} export of ours; export the drafter again."
-            ) from error
-        if wrong:
-            raise UserError(f"{where}/config.json is not a {self.word} drafter that can be read here: {'; '.join(wrong)}.")
+            wrong += found + unlike_facts(config, self.config(facts, options, any_dtype(facts)))
         return facts, options
 
     def read(
@@ -167,15 +160,13 @@ class BlockFormat(Format):
     def _drafter(
         self, facts: BlockFacts, options: Options, target: Target, full: bool, recorded: DrafterConfig | None
     ) -> _BlockDrafter:
-        """The configuration: what was left to be chosen for the target in training stays so where the choice is the same."""
+        """The configuration: as recorded, where it was, with what the folder says."""
         plain = self.drafter(draft_vocab=None if full else facts.draft_vocab, mask_token=facts.mask, taps=list(facts.taps))
         own = recorded if isinstance(recorded, self.drafter) else plain
         known = {field.name for field in fields(self.drafter)}
         mine = {name: value for name, value in options.items() if name in known}
         own = replace(own, block=facts.block, layers=facts.layers, window=facts.window, **mine)
-        if own.taps_of(target) != facts.taps:
-            own = replace(own, taps=list(facts.taps))
-        return own if own.mask_token is None else replace(own, mask_token=facts.mask)
+        return settled(own, facts.taps, facts.mask, target)
 
     def about(self, made: dict[str, Any]) -> str:
         block, layers, drafts = made["init_args"]["block"], made["init_args"]["layers"], made["config"]["most_drafts"]

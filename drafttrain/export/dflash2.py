@@ -19,7 +19,6 @@ from drafttrain.errors import UserError
 from drafttrain.export.backbone import BlockFacts
 from drafttrain.export.block_format import BlockFormat, Options
 from drafttrain.export.format import Engine, Table
-from drafttrain.export.rows import logit_terms
 from drafttrain.target.target import Target
 
 CODEBOOKS = ("predecessor_codebook", "successor_codebook")
@@ -47,10 +46,10 @@ class DFlash2Format(BlockFormat):
 
     def options_of(self, net: BlockNet, target: Target) -> Options:
         assert isinstance(net, DFlash2Net)
-        multiplier, cap = logit_terms(target)
         config = net.config
         return {
-            "rank": config.rank, "candidates": config.candidates, "group": config.group, "multiplier": multiplier, "cap": cap,
+            "rank": config.rank, "candidates": config.candidates, "group": config.group,
+            "multiplier": target.logit_factor, "cap": target.logit_cap,
         }  # fmt: skip
 
     def options_in(self, config: dict[str, Any]) -> Options:
@@ -76,10 +75,11 @@ class DFlash2Format(BlockFormat):
         return {}, nested
 
     def check_options(self, options: Options, target: Target, where: str) -> None:
-        if (options["multiplier"], options["cap"]) != logit_terms(target):
+        own = target.logit_factor, target.logit_cap
+        if (options["multiplier"], options["cap"]) != own:
             raise UserError(
                 f"{where} drafts for a target that multiplies its logits by {options['multiplier']} and caps them at {options['cap']}, but "
-                f"{target.identity.path} has {logit_terms(target)}; use the target that it was trained for."
+                f"{target.identity.path} has {own}; use the target that it was trained for."
             )
 
     def added(self, facts: BlockFacts, options: Options) -> Table:

@@ -24,7 +24,6 @@ from drafttrain.drafters.dspark import DSpark, DSparkNet
 from drafttrain.export.backbone import BlockFacts
 from drafttrain.export.block_format import BlockFormat, Options
 from drafttrain.export.format import Engine, Table
-from drafttrain.export.rows import logit_terms
 from drafttrain.target.target import Target
 
 WITH_HEAD = (
@@ -49,7 +48,7 @@ class DSparkFormat(BlockFormat):
     drafter, net, first = DSpark, DSparkNet, 0
 
     def refusal(self, net: DrafterNet, target: Target) -> str | None:
-        if logit_terms(target) != (1.0, None):
+        if (target.logit_factor, target.logit_cap) != (1.0, None):
             return (
                 "this target caps or scales its logits, and engines add those of a DSpark's Markov head to the raw ones, which leads to other "
                 "drafts; set export.format to native"

@@ -28,8 +28,7 @@ from drafttrain.drafters.base import DrafterConfig, DrafterNet, Frozen
 from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.drafters.eagle import Eagle, EagleNet
 from drafttrain.drafters.head import TargetHead
-from drafttrain.errors import UserError
-from drafttrain.export.block import block_config, block_table, head_refusal, read_block, refused, special_ids, unlike
+from drafttrain.export.block import block_config, block_table, head_refusal, read_block, reading_of, refused, special_ids, unlike
 from drafttrain.export.format import (
     Engine,
     Format,
@@ -99,15 +98,9 @@ class _EagleFormat(Format):
         return "One decoder layer reads the target's final hidden states and speaks with the target's own head."
 
     def _shape(self, config: dict[str, Any], where: str) -> DecoderShape:
-        try:
-            shape, wrong = read_block(config)
-            wrong += unlike(config, {"architectures": [self.architecture]})
-        except KeyError as error:
-            raise UserError(
-                f"{where}/config.json has no {error}, so this is no EAGLE export of ours; export the drafter again."
-            ) from error
-        if wrong:
-            raise UserError(f"{where}/config.json is not an EAGLE drafter that can be read here: {'; '.join(wrong)}.")
+        with reading_of(where, "EAGLE") as wrong:
+            shape, found = read_block(config)
+            wrong += found + unlike(config, {"architectures": [self.architecture]})
         return shape
 
 

@@ -26,7 +26,17 @@ from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.drafters.eagle3 import Eagle3, Eagle3Net
 from drafttrain.drafters.head import LowRankHead
 from drafttrain.errors import UserError
-from drafttrain.export.block import block_config, block_table, read_block, refused, rope_fault, special_ids, unlike
+from drafttrain.export.block import (
+    block_config,
+    block_table,
+    read_block,
+    reading_of,
+    refused,
+    require_rope,
+    require_taps,
+    special_ids,
+    unlike,
+)
 from drafttrain.export.format import (
     Engine,
     Format,
@@ -58,16 +68,12 @@ class Eagle3Facts:
     norm_output: bool = False
 
     def __post_init__(self) -> None:
-        if list(self.taps) != sorted(set(self.taps)) or not self.taps or self.taps[0] < 0:
-            raise UserError(
-                f"taps are {list(self.taps)}, but engines read layers in order: they must ascend, without repeats, from 0 on."
-            )
+        require_taps(self.taps)
         if not 0 < self.draft_vocab <= self.shape.vocab:
             raise UserError(
                 f"the draft vocabulary has {self.draft_vocab} tokens, but the target {self.shape.vocab}: it must be between 1 and that."
             )
-        if fault := rope_fault(self.shape.rope_parameters):
-            raise UserError(f"{fault}.")
+        require_rope(self.shape)
 
 
 class Eagle3Format(Format):
@@ -180,9 +186,9 @@ def read_engine_config(config: dict[str, Any], where: str) -> Eagle3Facts:
     Raises UserError if it is another kind of drafter, asks for something that this reader does not compute, or if two fields
     that say the same thing (one for each engine) disagree.
     """
-    try:
-        shape, wrong = read_block(config)
-        wrong += unlike(config, {"architectures": [ARCHITECTURE], "norm_before_residual": False, "norm_before_fc": False})
+    with reading_of(where, "EAGLE-3") as wrong:
+        shape, found = read_block(config)
+        wrong += found + unlike(config, {"architectures": [ARCHITECTURE], "norm_before_residual": False, "norm_before_fc": False})
         nested = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
         top = config["eagle_aux_hidden_state_layer_ids"]
         if top != [tap + 1 for tap in nested] or config["num_aux_hidden_states"] != len(nested):
@@ -194,12 +200,6 @@ def read_engine_config(config: dict[str, Any], where: str) -> Eagle3Facts:
             fc_norm=config["fc_norm"],
             norm_output=config["norm_output"],
         )
-    except KeyError as error:
-        raise UserError(
-            f"{where}/config.json has no {error}, so this is no EAGLE-3 export of ours; export the drafter again."
-        ) from error
-    if wrong:
-        raise UserError(f"{where}/config.json is not an EAGLE-3 drafter that can be read here: {'; '.join(wrong)}.")
     return facts
 
 

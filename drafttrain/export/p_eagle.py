@@ -27,8 +27,20 @@ from torch import Tensor
 from drafttrain.drafters.base import DrafterConfig, DrafterNet, Frozen
 from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.drafters.p_eagle import PEagle, PEagleNet
-from drafttrain.errors import UserError
-from drafttrain.export.block import PLAIN, block_config, block_table, read_block, refused, rope_fault, special_ids, unlike
+from drafttrain.export.block import (
+    PLAIN,
+    block_config,
+    block_table,
+    read_block,
+    reading_of,
+    refused,
+    require_masked,
+    require_rope,
+    require_taps,
+    settled,
+    special_ids,
+    unlike_facts,
+)
 from drafttrain.export.eagle3 import scale_notes
 from drafttrain.export.format import (
     Engine,
@@ -61,17 +73,9 @@ class PEagleFacts:
     fc_norm: bool = False
 
     def __post_init__(self) -> None:
-        if list(self.taps) != sorted(set(self.taps)) or not self.taps or self.taps[0] < 0:
-            raise UserError(
-                f"taps are {list(self.taps)}, but engines read layers in order: they must ascend, without repeats, from 0 on."
-            )
-        if not (0 < self.draft_vocab <= self.shape.vocab and 0 <= self.mask < self.shape.vocab):
-            raise UserError(
-                f"the draft vocabulary has {self.draft_vocab} tokens and the mask is number {self.mask}, but the target has "
-                f"{self.shape.vocab}: neither may reach beyond them."
-            )
-        if fault := rope_fault(self.shape.rope_parameters):
-            raise UserError(f"{fault}.")
+        require_taps(self.taps)
+        require_masked(self.draft_vocab, self.mask, self.shape.vocab)
+        require_rope(self.shape)
 
 
 class PEagleFormat(Format):
@@ -116,10 +120,7 @@ class PEagleFormat(Format):
         drafter = replace(
             recorded if isinstance(recorded, PEagle) else full, depth=facts.drafts, layers=facts.layers, fc_norm=facts.fc_norm
         )
-        if drafter.taps_of(target) != facts.taps:
-            drafter = replace(drafter, taps=list(facts.taps))
-        if drafter.mask_token is not None:
-            drafter = replace(drafter, mask_token=facts.mask)
+        drafter = settled(drafter, facts.taps, facts.mask, target)
         embedding = Frozen(target.model.get_input_embeddings())
         return fill(PEagleNet(drafter, facts.shape, facts.taps, facts.mask, vocabulary, embedding), weights, target)
 
@@ -179,8 +180,8 @@ def engine_config(facts: PEagleFacts, dtype: torch.dtype, ids: dict[str, Any]) -
 
 def read_engine_config(config: dict[str, Any], where: str) -> PEagleFacts:
     """What vLLM would understand from config.json. Raises UserError for another kind of drafter, or for what this reader does not compute."""
-    try:
-        shape, wrong = read_block(config, PLAIN | {"num_hidden_layers": config["num_hidden_layers"], "model_type": "llama"})
+    with reading_of(where, "P-EAGLE") as wrong:
+        shape, found = read_block(config, PLAIN | {"num_hidden_layers": config["num_hidden_layers"], "model_type": "llama"})
         facts = PEagleFacts(
             taps=tuple(k - 1 for k in config["eagle_aux_hidden_state_layer_ids"]),
             shape=shape,
@@ -190,12 +191,5 @@ def read_engine_config(config: dict[str, Any], where: str) -> PEagleFacts:
             draft_vocab=config["draft_vocab_size"],
             fc_norm=config["fc_norm"],
         )
-        known = ("dtype", "torch_dtype", "rope_theta", "rope_scaling")
-        wrong += unlike(config, {k: v for k, v in engine_config(facts, torch.float32, {}).items() if k not in known})
-    except KeyError as error:
-        raise UserError(
-            f"{where}/config.json has no {error}, so this is no P-EAGLE export of ours; export the drafter again."
-        ) from error
-    if wrong:
-        raise UserError(f"{where}/config.json is not a P-EAGLE drafter that can be read here: {'; '.join(wrong)}.")
+        wrong += found + unlike_facts(config, engine_config(facts, torch.float32, {}))
     return facts

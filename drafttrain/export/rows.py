@@ -30,12 +30,6 @@ def read_rows(target: Target) -> Tensor:
     return torch.cat([target.embed(part).to("cpu", torch.float32) for part in ids.split(CHUNK)])
 
 
-def logit_terms(target: Target) -> tuple[float, float | None]:
-    """What the target's head does behind its matrix: (factor, cap of the logits behind it or None)."""
-    factor = (getattr(target.config, "logit_scale", None) or 1.0) / (getattr(target.config, "logits_scaling", None) or 1.0)
-    return float(factor), getattr(target.config, "final_logit_softcapping", None)
-
-
 def reads_raw(target: Target) -> bool:
     """Whether the first layer reads the table of embeddings as it stands. Gemma multiplies it, and engines lend a drafter the raw one."""
     return target.embedding_scale() == 1.0

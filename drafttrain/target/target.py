@@ -169,13 +169,18 @@ class Target:
         scale, divisor = self._factors()
         return (1.0 if scale is None else scale) / (1.0 if divisor is None else divisor)
 
+    @property
+    def logit_cap(self) -> float | None:
+        """Where the logits behind that factor are squashed to (Gemma 2); None for most."""
+        return getattr(self.config, "final_logit_softcapping", None)
+
     def _factors(self) -> tuple[float | None, float | None]:
         """Cohere multiplies logits, Granite divides them."""
         return getattr(self.config, "logit_scale", None), getattr(self.config, "logits_scaling", None)
 
     def _scaled(self, logits: Tensor) -> Tensor:
         scale, divisor = self._factors()
-        cap = getattr(self.config, "final_logit_softcapping", None)  # Gemma 2
+        cap = self.logit_cap
         if scale is not None:
             logits = logits * scale
         if divisor is not None:
