@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from drafttrain.errors import UserError
+from drafttrain.tasks.strategy import uses_deepspeed
 
 VARIABLES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK")
 
@@ -84,12 +85,6 @@ def read_topology(strategy: Any = "auto", environ: Mapping[str, str] = os.enviro
             f"{local} processes were started on this machine, which shows {gpus} GPUs: torchrun --nproc-per-node {gpus}."
         )
     return Topology(world, local, rank, local_rank, "gpu" if gpus else "cpu")
-
-
-def uses_deepspeed(strategy: Any) -> bool:
-    """Does a `trainer.strategy`, as written, mean DeepSpeed?"""
-    name = strategy.get("class_path", "") if isinstance(strategy, dict) else strategy
-    return isinstance(name, str) and "deepspeed" in name.lower()
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> str:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from drafttrain.errors import UserError
-from drafttrain.topology import Topology, read_topology, speaks, uses_deepspeed
+from drafttrain.tasks.strategy import uses_deepspeed
+from drafttrain.topology import Topology, read_topology, speaks
 
 
 def env(world, local, rank=0, local_rank=0):

@@ -27,7 +27,8 @@ from drafttrain.run import Run, dump_yaml
 from drafttrain.target.load import locate
 from drafttrain.target.target import Target
 from drafttrain.tasks.optimizer import require_whole_matrices
-from drafttrain.topology import Topology, read_topology, uses_deepspeed
+from drafttrain.tasks.strategy import uses_deepspeed
+from drafttrain.topology import Topology, read_topology
 from drafttrain.trainer_section import trainer_arguments
 from drafttrain.types import Identity
 from drafttrain.vocab import DraftVocabulary
@@ -39,8 +40,7 @@ ADAM_BYTES = 8
 def run(recipe: Recipe, options: Options) -> None:
     """Print the plan. Raises UserError for everything that `train` would refuse before it loads anything."""
     topology = read_topology(recipe.trainer.get("strategy"))
-    strategy = recipe.trainer.get("strategy")
-    require_whole_matrices(recipe.optimizer, "deepspeed" if uses_deepspeed(strategy) else "")
+    require_whole_matrices(recipe.optimizer, recipe.trainer.get("strategy"))
     trainer_arguments(recipe.trainer, options.run.logs)
     print(dump_yaml(recipe.plain()))
     for line in arithmetic(recipe, options.run, topology):

@@ -11,11 +11,13 @@ constant  warm up, then stay
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from drafttrain.errors import UserError
+from drafttrain.tasks.strategy import uses_deepspeed
 
 SCHEDULES = ("cosine", "wsd", "constant")
 
@@ -108,13 +110,11 @@ class AdamWAndMuon(torch.optim.Optimizer):
 def make_optimizer(config: OptimizerConfig, net: nn.Module, fused: bool, tokens: Collection[int] = ()) -> torch.optim.Optimizer:
     """AdamW over the trainable weights, those with one dimension (norms, biases) without decay; with `muon_lr` only over those that are no
     matrices, or are tables of tokens: one of their sides is among `tokens`. UserError if this torch has no Muon."""
-    weights = [weight for weight in net.parameters() if weight.requires_grad]
     turned = turned_by_muon(config, net, tokens)
+    elsewhere = {id(weight) for weight in turned}
+    weights = [weight for weight in net.parameters() if weight.requires_grad and id(weight) not in elsewhere]
     groups = [
-        {
-            "params": [w for w in weights if w.ndim >= 2 and not any(w is other for other in turned)],
-            "weight_decay": config.weight_decay,
-        },
+        {"params": [w for w in weights if w.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [w for w in weights if w.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
@@ -128,9 +128,9 @@ def make_optimizer(config: OptimizerConfig, net: nn.Module, fused: bool, tokens:
     return AdamWAndMuon(_adamw(config, groups, fused), muon) if groups else muon
 
 
-def require_whole_matrices(config: OptimizerConfig, strategy: str) -> None:
-    """UserError where Muon is asked for together with DeepSpeed, whose optimizers see flat pieces of the weights. `strategy`: its name or class."""
-    if config.muon_lr is not None and "deepspeed" in strategy.lower():
+def require_whole_matrices(config: OptimizerConfig, strategy: Any) -> None:
+    """UserError where Muon is asked for together with DeepSpeed, whose optimizers see flat pieces of the weights. `strategy`: as written or built."""
+    if config.muon_lr is not None and uses_deepspeed(strategy):
         raise UserError(
             f"optimizer.muon_lr is {config.muon_lr}, but trainer.strategy is DeepSpeed, which cuts matrices into pieces, and Muon needs them whole; "
             "use recipes/hardware/ddp.yaml or ddp-h100.yaml, or set optimizer.muon_lr to null."

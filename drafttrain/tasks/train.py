@@ -49,7 +49,7 @@ from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, 
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
-from drafttrain.tasks.weights import uses_deepspeed
+from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.types import Request
 
 OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -107,8 +107,7 @@ def train(
     """Trains until `trainer.max_steps` or a stop signal; see the top of this file. UserError for everything a user can mend."""
     sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed or SpeedConfig())
     _check_trainer(trainer)
-    strategy = trainer.get("strategy", "")
-    require_whole_matrices(optimizer, strategy if isinstance(strategy, str) else type(strategy).__name__)
+    require_whole_matrices(optimizer, trainer.get("strategy"))
     say = print if topology.rank == 0 else _say_nothing
     checkpoints = Path(run_folder) / "checkpoints"
     store = TokenStore.open(Path(run_folder) / "data" / "train")
@@ -319,10 +318,10 @@ def _fit(
     extra = arguments.pop("callbacks", None) or []
     trainer = pl.Trainer(**arguments, callbacks=[Conductor(run, reporter), *(extra if isinstance(extra, list) else [extra])])
     take_over_signals(trainer)
-    if uses_deepspeed(trainer):  # its guess looks for a batch size in the loader, which has none
+    if uses_deepspeed(trainer.strategy):  # its guess looks for a batch size in the loader, which has none
         trainer.strategy.config.setdefault("train_micro_batch_size_per_gpu", sections.data.rows)
     if saved is not None:
-        _require_same_keeper(saved, task.share, uses_deepspeed(trainer))
+        _require_same_keeper(saved, task.share, uses_deepspeed(trainer.strategy))
     loader = make_loader(stream, sections.data.workers, pin=topology.accelerator == "gpu")
     try:
         trainer.fit(task, loader, ckpt_path=None if saved is None else str(saved.state), weights_only=True)

@@ -10,11 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from drafttrain.drafters.base import DrafterNet
-
-
-def uses_deepspeed(trainer) -> bool:
-    """Does the trainer's strategy keep the weights in a DeepSpeed engine?"""
-    return "DeepSpeed" in type(trainer.strategy).__name__
+from drafttrain.tasks.strategy import uses_deepspeed
 
 
 def whole_net(trainer, net: DrafterNet, build: Callable[[], DrafterNet]) -> DrafterNet:
@@ -22,7 +18,7 @@ def whole_net(trainer, net: DrafterNet, build: Callable[[], DrafterNet]) -> Draf
 
     `build()` makes a fresh net of the same shape; the random stream it draws from is put back.
     """
-    if not uses_deepspeed(trainer):
+    if not uses_deepspeed(trainer.strategy):
         return net
     weights = _masters(net)
     with torch.random.fork_rng(devices=[net_device(net)] if net_device(net).type == "cuda" else []):

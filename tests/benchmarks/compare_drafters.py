@@ -40,6 +40,7 @@ from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.recipe import load_recipe
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
+from drafttrain.tasks.distill import token_sides
 from drafttrain.tasks.optimizer import make_optimizer
 from drafttrain.tasks.speed import GraphedRead, make_score
 from drafttrain.tasks.teacher import TargetTeacher
@@ -103,8 +104,7 @@ class Runner:
         torch.manual_seed(entry["seed"])
         self.net = recipe.drafter.build(target, vocabulary).train()
         self.objective = replace(recipe.objective, chunk=args.chunk) if args.chunk else recipe.objective
-        tokens = {target.vocab, len(vocabulary.ids)}
-        self.optimizer = make_optimizer(recipe.optimizer, self.net, target.device.type == "cuda", tokens)
+        self.optimizer = make_optimizer(recipe.optimizer, self.net, target.device.type == "cuda", token_sides(self.net))
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.depth, self.losses = self.net.needs.depth, []
         self.teacher = TargetTeacher(target, self.net)
