@@ -3,6 +3,8 @@
 Shapes: N rows, D target width, V draft vocabulary.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -11,8 +13,8 @@ from drafttrain.target.target import Target
 
 
 def plainly(device: torch.device):
-    """The frozen target computes in the type it was loaded in, whatever trainer.precision says of the drafter."""
-    return torch.autocast(device.type, enabled=False)
+    """The frozen target computes in the type it was loaded in, whatever trainer.precision says of the drafter. (On `meta` nothing says anything.)"""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 class TargetTeacher:
