@@ -1,6 +1,6 @@
 """What a round costs, and what it buys: PYTHONPATH=. python tests/benchmarks/rounds.py --draft FOLDER [FOLDER ...] --prompts FILE.jsonl [flags]
 
-    --count 16 --max-tokens 128 --batch 1 --dtype bfloat16 --chains 2,3,5 --drafts 5 --most 8 --trees 8x32,10x60 [--no-graphs]
+    --count 16 --max-tokens 128 --batch 1 --dtype bfloat16 --chains 2,3,5 --drafts 5 --most 8 --trees 8x32,10x60 [--draft-dtype bfloat16] [--no-graphs]
 
 A folder is an export or a drafter as training saves it. --drafts is the length of lookups and trees, --most the longest of an adaptive chain (0: none).
 Every method answers the same prompts (`messages` form) twice, greedily, in one run, with all graphs of single rows recorded before; the second
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, nargs="+", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--draft-dtype", help="of the drafters' weights, instead of what their files hold (float32 as trained)")
     parser.add_argument("--count", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
@@ -50,6 +51,7 @@ def main() -> None:
     methods = {"plain": None, "lookup": LookupProposer(args.drafts)}
     for folder in args.draft:
         net, short = load_draft(folder, target), f"{folder.name} " if len(args.draft) > 1 else ""
+        net = net.to(getattr(torch, args.draft_dtype)) if args.draft_dtype else net
         deepest = net.deepest or 1000
         chains = sorted({min(int(k), deepest) for k in args.chains.split(",")})
         methods |= {f"{short}chain {k}": ChainProposer(net, k) for k in chains}
