@@ -186,8 +186,8 @@ class Builder:
             if key not in CLASS_KEYS:
                 self.unknown(join(place, key), sorted(CLASS_KEYS))
         if cls is None:
-            at = self.written.origin(f"{place}.class_path")
-            self.errors.append(f"'{place}.class_path'{at} names no {what}: got {given['class_path']!r}, known are {known}.")
+            at, named = self.written.origin(f"{place}.class_path"), given["class_path"]
+            self.errors.append(f"'{place}.class_path'{at} names no {what}: got {named!r}, known are {known}{_meant(base, named)}")
             return None
         return self.build(cls, given.get("init_args"), f"{place}.init_args")
 
@@ -235,6 +235,13 @@ def find_class(base: type, name: Any) -> type | None:
     except ImportError:
         return None
     return found if inspect.isclass(found) and issubclass(found, base) and found is not base else None
+
+
+def _meant(base: type, name: Any) -> str:
+    """End of a sentence about a class that does not exist: which one was probably meant. Dotted paths are of the user's own classes."""
+    by_letters = {known.lower(): known for known in choices(base)}
+    close = difflib.get_close_matches(str(name).lower(), by_letters, n=1, cutoff=0.7) if "." not in str(name) else []
+    return f"; did you mean {by_letters[close[0]]}?" if close else "."
 
 
 def places(cls: type, place: str, bases: Mapping[type, str]) -> list[str]:

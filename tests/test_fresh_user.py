@@ -18,6 +18,7 @@ from drafttrain.data.store import TokenStore
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.heads import Medusa
 from drafttrain.errors import UserError
+from drafttrain.recipe import load_recipe
 from drafttrain.run import Run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -204,3 +205,37 @@ def test_the_command_ends_with_them_and_the_next_command_runs(tmp_path, target_f
     assert main(["train", *recipe_of(tmp_path, target_folders("llama"), **sections)]) == 0
     *_, finished, best_again, again = capsys.readouterr().out.splitlines()
     assert "is finished: 1 of 1 steps" in finished and (best_again, again) == (best, following)
+
+
+# ---- words that are almost right ---------------------------------------------------------------------------------------
+
+
+def refusal(folder, target, *flags) -> str:
+    with pytest.raises(UserError) as refused:
+        load_recipe([recipe_of(folder, target)[1]], [*zip(flags[::2], flags[1::2], strict=True)])
+    return str(refused.value).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "meant"),
+    [
+        ("drafter", "Eagel3", "Eagle3"),
+        ("drafter", "eagle3", "Eagle3"),
+        ("drafter", "medussa", "Medusa"),
+        ("drafter", "P-EAGLE", "PEagle"),
+        ("objective", "Distilation", "Distillation"),
+        ("objective.init_args.divergences", "[HardCrossEntrop]", "HardCrossEntropy"),
+        ("objective.init_args.positions", "Dpace", "DPace"),
+        ("prepare.prompts", "[JsonPrompts]", "JsonlPrompts"),
+        ("prepare.engine", "OpenAiServer", "OpenAIServer"),
+        ("bench.methods", "[Chian]", "Chain"),
+    ],
+)
+def test_a_misspelt_class_is_answered_with_the_one_that_was_meant(tmp_path, key, typed, meant):
+    sentence = refusal(tmp_path, tmp_path, key, typed)
+    assert f"got {typed.strip('[]')!r}, known are " in sentence and sentence.endswith(f"; did you mean {meant}?")
+
+
+@pytest.mark.parametrize("typed", ["Transformer", "my.drafters.Eagel3", "7"])
+def test_a_class_like_no_other_gets_the_list_alone(tmp_path, typed):
+    assert refusal(tmp_path, tmp_path, "drafter.class_path", typed).endswith("Hydra, Medusa, PEagle.")
