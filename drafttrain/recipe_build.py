@@ -53,6 +53,8 @@ def nearest(place: str, siblings: Iterable[str], everywhere: Iterable[str], type
     level, _, key = place.rpartition(".")
     siblings, below = list(siblings), typed[len(place) :]
     known = [p for p in everywhere if not _is_below(p, level) or _step(p, level) in siblings]
+    if place == typed and not level and (named := [p for p in known if _last(p) == key.replace("-", "_")]):
+        return f"did you mean {_either(named)}?"  # `--max-tokens`: a key without its section, which several may have
     close = difflib.get_close_matches(key, siblings, n=1, cutoff=0.6)
     found = [join(level, close[0]) + below] if close and (not below or join(level, close[0]) + below in known) else []
     found += [p for p in known if _last(p) == _last(typed)]
@@ -64,6 +66,12 @@ def nearest(place: str, siblings: Iterable[str], everywhere: Iterable[str], type
     if found:
         return f"did you mean '{found[0]}'?"
     return f"{'keys of ' + level if level else 'the sections'}: {', '.join(siblings)}."
+
+
+def _either(places: list[str]) -> str:
+    """'a', 'b' or 'c'."""
+    *others, last = [f"'{place}'" for place in dict.fromkeys(places)]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _last(place: str) -> str:

@@ -217,6 +217,19 @@ def refusal(folder, target, *flags) -> str:
 
 
 @pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("max-tokens", "'prepare.max_tokens', 'validate.max_tokens' or 'bench.max_tokens'"),
+        ("max_tokens", "'prepare.max_tokens', 'validate.max_tokens' or 'bench.max_tokens'"),
+        ("drafts", "'checkpoint.drafts' or 'validate.drafts'"),
+        ("muon-lr", "'optimizer.muon_lr'"),
+    ],
+)
+def test_a_key_without_its_section_is_answered_with_every_section_that_has_it(tmp_path, typed, meant):
+    assert refusal(tmp_path, tmp_path, typed, "40") == f"unknown key '{typed}' (--{typed}): did you mean {meant}?"
+
+
+@pytest.mark.parametrize(
     ("key", "typed", "meant"),
     [
         ("drafter", "Eagel3", "Eagle3"),
