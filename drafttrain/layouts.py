@@ -62,9 +62,6 @@ class ThinnedLayout(Layout):
     """A layout whose deeper elements belong to fewer drafting rows: those of depth k are all among the first `thinned_width` of them. There are as many
     places for drafting rows as tokens in a packed row: how wide every depth is then never changes, and is a plain number to a compiler."""
 
-    def to(self, device) -> "ThinnedLayout":
-        return ThinnedLayout(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
-
 
 def thinned_layout(
     sequences: Sequences, share_K: Sequence[float], speakable_V: Tensor, numbers: Sequence[Sequence[int]]
@@ -81,10 +78,11 @@ def thinned_layout(
 
 def thinned_width(queries: int, share: float) -> int:
     """Of `queries` drafting rows, how many to compute where this share of them is kept: a multiple of QUERY_MULTIPLE, known from a shape alone."""
-    return _padded(math.ceil(share * queries))
+    return padded(math.ceil(share * queries))
 
 
-def _padded(count: int) -> int:
+def padded(count: int) -> int:
+    """As many drafting rows, and places that fill up to a multiple of QUERY_MULTIPLE."""
     return -(-count // QUERY_MULTIPLE) * QUERY_MULTIPLE
 
 
@@ -93,7 +91,7 @@ def _elements(
 ) -> list[Tensor]:
     """The fields of a layout. `anchors[b]` [A]: those of row b, in the order that they have in `query_BQ`; depth k has the first of them."""
     B, T = sequences.ids_BT.shape
-    Q = _padded(max(1, least, *(len(at_A) for at_A in anchors)))
+    Q = padded(max(1, least, *(len(at_A) for at_A in anchors)))
     query_BQ = torch.full((B, Q), -1)
     columns: dict[str, list[Tensor]] = {name: [] for name in ("anchor", "depth", "label", "teacher", "draft", "cell")}
     dropped_K = torch.zeros(len(share_K), dtype=torch.long)

@@ -1,4 +1,4 @@
-"""The records that cross floors. Nothing here computes.
+"""The records that cross floors. They look up, and compute nothing.
 
 Row t is what the target computed while reading token t: `taps[t]`, `final[t]`, and `target.logits(final[t])` is its
 distribution for token t+1. `supervised[t]` marks the *token* t: true if the target generated it. The anchor A is the last
@@ -6,12 +6,13 @@ committed token, which the target has not read yet: a draft from A may use featu
 drafted tokens, so the label of depth k is token A+k and its teacher is row A+k-1.
 
 Shapes: B batch rows, T tokens, A taps (in Features) , D target width, N scored elements, M teacher rows, H drafter width,
-Q rows that draft, V vocabulary.
+Q rows that draft, V vocabulary (in Features: rows of branches).
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
+import torch
 from torch import Tensor
 
 
@@ -42,9 +43,18 @@ class Features:
     """Outputs of the tapped layers (0-based layer numbers, ascending), before the final norm."""
     final_BTD: Tensor
     """Hidden state after the final norm: what the target's LM head reads."""
+    branch_VD: Tensor | None = None
+    """Final states of rows that stand in no text: what the target computed while it verified drafts. None where nothing is replayed."""
 
     def to(self, device, dtype=None) -> "Features":
-        return Features(self.taps_BTAD.to(device, dtype, non_blocking=True), self.final_BTD.to(device, dtype, non_blocking=True))
+        branch_VD = None if self.branch_VD is None else self.branch_VD.to(device, dtype, non_blocking=True)
+        taps_BTAD, final_BTD = (x.to(device, dtype, non_blocking=True) for x in (self.taps_BTAD, self.final_BTD))
+        return Features(taps_BTAD, final_BTD, branch_VD)
+
+    def pool(self, pool_M: Tensor) -> Tensor:
+        """Final states [M, D] of the rows that a layout names: b*T+t is a row of the text, B*T+v one of the branches."""
+        text_ND = self.final_BTD.flatten(0, 1)
+        return (text_ND if self.branch_VD is None else torch.cat([text_ND, self.branch_VD]))[pool_M]
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class Layout:
     draft_N: Tensor
     """Which draft the element belongs to: the flat place b*Q+q of its drafting row in `query_BQ`."""
     pool_M: Tensor
-    """Flat rows whose distributions teach anything at all."""
+    """Rows whose distributions teach anything at all, as `Features.pool` counts them."""
     query_BQ: Tensor
     """Feature rows (A-1) in each batch row that draft at all; -1 pads."""
     cell_N: Tensor
@@ -70,8 +80,22 @@ class Layout:
     dropped_K: Tensor
     """Elements left out of depth k+1 because their label is outside the draft vocabulary."""
 
-    def to(self, device) -> "Layout":
-        return Layout(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+    def to(self, device) -> Self:
+        return type(self)(*(getattr(self, name).to(device, non_blocking=True) for name in self.__dataclass_fields__))
+
+    def tokens(self, ids_BT: Tensor, step: int) -> Tensor:
+        """What every drafting row reads just before depth step+1 [B, Q]: the anchor at step 0, then the text's own tokens. Past the end of a
+        packed row, where nothing is scored, its last token."""
+        row_BQ = self.query_BQ.clamp(min=0) + 1 + step
+        return ids_BT.gather(1, row_BQ.clamp(max=ids_BT.shape[1] - 1))
+
+    def prev(self, ids_BT: Tensor) -> Tensor:
+        """The token read just before each element [N]."""
+        return ids_BT.flatten()[self.anchor_N + self.depth_N - 1]
+
+    def streams(self) -> Tensor | None:
+        """Which stream each element belongs to [N], as in `Drafted`; None where there is only one."""
+        return None
 
 
 class Selector(Protocol):
@@ -101,7 +125,7 @@ class Drafted:
     prev_N: Tensor
     """Token read just before (A+k-1)."""
     draft_N: Tensor
-    """Which draft the element belongs to, below `drafts`; the elements of a draft have distinct depths."""
+    """Which draft the element belongs to, below `drafts`; the elements of a draft have distinct depths within a stream."""
     drafts: int
     """An upper bound of the drafts: the drafting rows, padding included."""
     depth_N: Tensor

@@ -117,7 +117,8 @@ class MicroBatch:
 
 
 def _pinned(record):
-    return type(record)(*(getattr(record, name).pin_memory() for name in record.__dataclass_fields__))
+    fields = (getattr(record, name) for name in record.__dataclass_fields__)
+    return type(record)(*(None if x is None else x.pin_memory() for x in fields))
 
 
 class WindowStream(IterableDataset):

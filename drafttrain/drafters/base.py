@@ -145,14 +145,15 @@ class DrafterNet(nn.Module):
         """The scored elements of a grid of all depths of all drafting rows."""
         return Drafted(
             hidden_NH=grid_KBQH.flatten(0, 2)[layout.cell_N],
-            teacher_MD=features.final_BTD.flatten(0, 1)[layout.pool_M],
+            teacher_MD=features.pool(layout.pool_M),
             row_N=layout.teacher_N,
             label_N=layout.label_N,
-            prev_N=sequences.ids_BT.flatten()[layout.anchor_N + layout.depth_N - 1],
+            prev_N=layout.prev(sequences.ids_BT),
             draft_N=layout.draft_N,
             drafts=layout.query_BQ.numel(),
             depth_N=layout.depth_N,
             vocabulary_V=self.speakable_V,
+            stream_N=layout.streams(),
         )
 
     def logits(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:

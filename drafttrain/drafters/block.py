@@ -169,11 +169,9 @@ class BlockNet(ParallelNet):
 
     def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
         """One block behind the anchor of every drafting row."""
-        ids_BT, row_BQ = sequences.ids_BT, layout.query_BQ.clamp(min=0)
-        anchor_BQ = ids_BT.gather(1, (row_BQ + 1).clamp(max=ids_BT.shape[1] - 1))
         rule = BlockRule(sequences, layout.query_BQ, self.slots, self.causal, self.config.window)
         attend_all = self._attention(rule)
-        context_BTH, x_BQSH = self.fuse(features), self.stream(anchor_BQ)
+        context_BTH, x_BQSH = self.fuse(features), self.stream(layout.tokens(sequences.ids_BT, 0))
         B, Q, S, H = x_BQSH.shape
         context_turn = self.rotary(sequences.position_BT, x_BQSH.dtype)
         turn = self.rotary(rule.position_BQS.flatten(1), x_BQSH.dtype)

@@ -245,12 +245,10 @@ class HeadsNet(DrafterNet):
         return chain_layout(sequences, depth, self.speaks_V)
 
     def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
-        """Every head on every drafting row, reading the text's own tokens."""
-        ids_BT, depth = sequences.ids_BT, len(layout.dropped_K)
-        row_BQ = layout.query_BQ.clamp(min=0)
+        """Every head on every drafting row, reading the tokens that the layout has for it."""
+        depth = len(layout.dropped_K)
         base_BQH = self._bases(sequences, features, layout)
-        ahead_BQK = row_BQ[..., None] + 1 + torch.arange(depth, device=row_BQ.device)
-        path_BQK = ids_BT.gather(1, ahead_BQK.clamp(max=ids_BT.shape[1] - 1).flatten(1)).view_as(ahead_BQK)
+        path_BQK = torch.stack([layout.tokens(sequences.ids_BT, step) for step in range(depth)], dim=-1)
         grid = torch.stack([self.ask(k, base_BQH, path_BQK) for k in range(1, depth + 1)])
         return self.drafted(grid, sequences, features, layout)
 

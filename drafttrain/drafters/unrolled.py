@@ -73,8 +73,8 @@ class UnrolledNet(DrafterNet):
         return chain_layout(sequences, depth or self.needs.depth, self.speaks_V)
 
     def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
-        """Unroll from every drafting row, each step reading the text's own next token."""
-        ids_BT, T = sequences.ids_BT, sequences.ids_BT.shape[1]
+        """Unroll from every drafting row, each step reading the next token that the layout has for it."""
+        ids_BT = sequences.ids_BT
         attention = self.layer.self_attn
         row_BQ = layout.query_BQ.clamp(min=0)
         visible_BQT = chain_visibility(sequences, layout.query_BQ)
@@ -94,8 +94,7 @@ class UnrolledNet(DrafterNet):
             turn = self.rotary(position_BQ + step, key.dtype)
             if step:
                 fed = self.feed(state.detach() if self.alone else state)
-                token_BQ = ids_BT.gather(1, (row_BQ + 1 + step).clamp(max=T - 1))
-                inputs, residual = self.read(self.embed(token_BQ), fed)
+                inputs, residual = self.read(self.embed(layout.tokens(ids_BT, step)), fed)
                 own_key, own_value = attention.keys_values(inputs)
                 own_keys.append(rotate(own_key, *turn))
                 own_values.append(own_value)

@@ -17,6 +17,7 @@ from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.layouts import ThinnedLayout
 from drafttrain.losses import Objective
+from drafttrain.replay import ReplayLayout
 from drafttrain.target.target import Target
 from drafttrain.types import Features, Layout, Sequences, Term
 
@@ -45,6 +46,11 @@ def make_score(net: DrafterNet, objective: Objective, teacher: Teacher, depth: i
             torch._dynamo.maybe_mark_dynamic(getattr(layout, name), 0)
         if not isinstance(layout, ThinnedLayout):
             torch._dynamo.maybe_mark_dynamic(layout.query_BQ, 1)
+        if isinstance(layout, ReplayLayout):
+            torch._dynamo.maybe_mark_dynamic(layout.stream_N, 0)
+            torch._dynamo.maybe_mark_dynamic(layout.fed_BQK, 1)
+        if features.branch_VD is not None:
+            torch._dynamo.maybe_mark_dynamic(features.branch_VD, 0)
         return compiled(sequences, features, layout)
 
     return with_symbols
