@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from data_prep.config import PrepareConfig
+from drafttrain.commands.plan_checks import refused_by_bench, require_room, unmeant
 from drafttrain.commands.plan_start import filled, find_start
 from drafttrain.commands.plan_taught import taught
 from drafttrain.data.features import vector_bytes
@@ -26,15 +27,16 @@ from drafttrain.recipe import Recipe
 from drafttrain.run import Run, dump_yaml
 from drafttrain.target.load import locate
 from drafttrain.target.target import Target
-from drafttrain.tasks.optimizer import require_whole_matrices
+from drafttrain.tasks.distill import token_sides
+from drafttrain.tasks.optimizer import require_whole_matrices, turned_by_muon
 from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.topology import Topology, read_topology
 from drafttrain.trainer_section import trainer_arguments
 from drafttrain.types import Identity
 from drafttrain.vocab import DraftVocabulary
 
-ADAM_BYTES = 8
-"""Two fp32 averages of every trained weight."""
+ADAM_BYTES, MUON_BYTES = 8, 4
+"""Two fp32 averages of every trained weight, or one momentum."""
 
 
 def run(recipe: Recipe, options: Options) -> None:
@@ -58,6 +60,7 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     yield f"run folder: {run.folder}/"
     yield f"processes: {topology}"
     yield from _steps(recipe, store, topology, recipe.data.length if target is None else target.max_positions)
+    yield from unmeant(recipe, gathered=store is not None or (run.data / "prompts.json").exists())
     if target is None:
         yield f"parameters and bytes: not known, because the target's config cannot be read ({reason})"
         return
@@ -67,10 +70,12 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     with torch.device("meta"):
         net = recipe.drafter.build(target, vocabulary)
     yield from [*chosen, *said, *([] if start is None else filled(start, net))]
+    require_room(net, recipe.data.length)
     if recipe.checkpoint.tau_prompts:
         net.require_drafts(recipe.checkpoint.drafts, "checkpoint.drafts")
     net.require_drafts(recipe.validate.drafts, "validate.drafts")
     yield from taught(target, net, vocabulary, recipe.objective)
+    yield from refused_by_bench(recipe.bench, net)
     yield from _disk(recipe, store, target, net)
     yield from _device(recipe, topology, target, net)
     if store is not None and recipe.data.features == "stored":
@@ -137,11 +142,11 @@ def _steps(recipe: Recipe, store: TokenStore | None, topology: Topology, positio
 
 def _disk(recipe: Recipe, store: TokenStore | None, target: Target, net: DrafterNet) -> list[str]:
     """Bytes of features, checkpoints and export."""
-    trained = _size(net)
+    trained, state = _size(net), _optimizer(recipe, net)[1]
     lines = [f"parameters: {trained:,} trained, {_size(target.model):,} frozen in the target"]
     lines.append(f"disk, features: {_features(recipe, store, target, net)}")
     export = trained * (2 if recipe.export.dtype == "bfloat16" else 4)
-    sizes = [human_bytes(count) for count in (trained * (4 + ADAM_BYTES), 4 * trained, export)]
+    sizes = [human_bytes(count) for count in (4 * trained + state, 4 * trained, export)]
     lines.append("disk, checkpoints: {} to resume, {} a drafter; export: {}".format(*sizes))
     return lines
 
@@ -175,7 +180,7 @@ def _device(recipe: Recipe, topology: Topology, target: Target, net: DrafterNet)
     size = 2 if recipe.target.dtype == "bfloat16" else 4
     # What is kept, its bytes, and from which ZeRO stage on it is divided among the processes (there is no stage 4).
     parts = [("target", _size(target.model) * size, 3), ("drafter", trained * 4, 3), ("gradients", trained * 4, 2)]
-    parts.append(("Adam", trained * ADAM_BYTES, 1))
+    parts.append((*_optimizer(recipe, net), 1))
     if not net.words and not net.vocabulary.is_full:
         parts.append(("head for the draft vocabulary", len(net.vocabulary.ids) * target.hidden * size, 4))
     divided = [(name, part if stage < first else part // topology.world) for name, part, first in parts]
@@ -188,6 +193,12 @@ def _device(recipe: Recipe, topology: Topology, target: Target, net: DrafterNet)
         f"device ({topology.accelerator}), each process: {kept} = {human_bytes(sum(part for _, part in divided))}",
         f"device, on top: activations; one copy of {whose} logits is at most {logits}",
     ]
+
+
+def _optimizer(recipe: Recipe, net: DrafterNet) -> tuple[str, int]:
+    """Who steps the weights, and the bytes that it keeps about them."""
+    trained, turned = _size(net), sum(weight.numel() for weight in turned_by_muon(recipe.optimizer, net, token_sides(net)))
+    return "Muon and Adam" if turned else "Adam", turned * MUON_BYTES + (trained - turned) * ADAM_BYTES
 
 
 def _zero_stage(strategy: Any) -> int:
