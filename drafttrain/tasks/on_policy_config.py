@@ -1,0 +1,72 @@
+"""What the recipe says about learning from the target's answers to prompts, given with the drafter as it is. The parser reads this: no
+heavy imports."""
+
+import math
+from dataclasses import dataclass
+
+from drafttrain.errors import UserError
+
+REPLAYS = ("rounds", "text", "first_rejection")
+
+
+@dataclass(frozen=True)
+class OnPolicyConfig:
+    """How often prompts are answered with the drafter as it is, and what is learnt from the answers. An answered prompt is a rollout.
+
+    Counts are over all processes: an optimizer step learns from the same rollouts however many share it.
+    """
+
+    rollouts: int = 256
+    """Prompts answered at each refresh."""
+    every: int = 8
+    """Optimizer steps between two refreshes."""
+    batch: int = 32
+    """Rollouts of an optimizer step."""
+    buffer: int = 1024
+    """Rollouts kept; the oldest make room for new ones."""
+    fresh: float = 0.5
+    """Share of a step's rollouts that come from the newest refresh, 0 to 1, as far as it has enough of them to use none twice before the
+    next one; the others are drawn from older refreshes. All are of the newest one where the buffer keeps no other."""
+    max_tokens: int = 256
+    """Most tokens of an answer."""
+    drafts: int | None = None
+    """Draft tokens a round while prompts are answered; null drafts as deep as the drafter goes."""
+    temperature: float = 0.0
+    """At which the target answers; 0 is greedy."""
+    slots: int = 64
+    """Prompts answered at once by one process."""
+    replay: str = "rounds"
+    """rounds: the drafts of every round, rejected ones too, behind the anchors from which they were drafted (Draft-OPD). text: the answers
+    as any other text. first_rejection: of every round only the place of the first rejected draft (online speculative decoding)."""
+    from_random: bool = False
+    """Begin also with a drafter that has learnt nothing: its drafts are rejected at once, so its rounds teach little."""
+
+    def __post_init__(self):
+        for name in ("rollouts", "every", "batch", "buffer", "max_tokens", "slots"):
+            if getattr(self, name) < 1:
+                raise UserError(f"on_policy.{name} is {getattr(self, name)}, but must be 1 or more.")
+        if self.drafts is not None and self.drafts < 1:
+            raise UserError(
+                f"on_policy.drafts is {self.drafts}, but must be 1 or more, or null to draft as deep as the drafter goes."
+            )
+        if not 0 <= self.fresh <= 1:
+            raise UserError(f"on_policy.fresh is {self.fresh}, but is a share: it must lie between 0 and 1.")
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"on_policy.temperature is {self.temperature}, but must be 0 (greedy) or more.")
+        if self.replay not in REPLAYS:
+            raise UserError(f"on_policy.replay is {self.replay!r}, but must be one of {', '.join(REPLAYS)}.")
+        for name in ("rollouts", "buffer"):
+            if getattr(self, name) % self.batch:
+                raise UserError(
+                    f"on_policy.{name} is {getattr(self, name)}, but must be a multiple of on_policy.batch {self.batch}; "
+                    f"set it to {self._nearest(getattr(self, name))}."
+                )
+        if self.buffer < self.rollouts:
+            raise UserError(
+                f"on_policy.buffer is {self.buffer}, but must hold at least the {self.rollouts} rollouts of a refresh; "
+                f"raise it to {self.rollouts} or more, or lower on_policy.rollouts."
+            )
+
+    def _nearest(self, count: int) -> str:
+        below = count - count % self.batch
+        return f"{below} or {below + self.batch}" if below else f"{self.batch}"
