@@ -5,20 +5,15 @@ import shutil
 
 import pytest
 import torch
-import yaml
 from drafters.test_faces import DRAFTERS as EVERY_DRAFTER
+from planning import DRAFTERS, EAGLE, EAGLE3, HYDRA, MEDUSA, line, planner, refusal_of
 from safetensors.torch import load_file, save_file
 from tasks.test_taught import OBJECTIVES, PAIRS
 from tiny_run import make_run, ragged_chats, start, write_store
 
 from data_prep.featurize import Stored, featurize
-from data_prep.prompt import Prompt
-from data_prep.split import hold_out
 from data_prep.team import ALONE
-from drafttrain.cli import main
-from drafttrain.commands import plan_checks
 from drafttrain.commands.plan import outline
-from drafttrain.commands.plan_checks import require_room
 from drafttrain.commands.plan_taught import taught
 from drafttrain.data.kept_rows import wanted_final
 from drafttrain.data.store import TokenStore
@@ -26,59 +21,17 @@ from drafttrain.data.token_counts import count
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import load_drafter, save_drafter
 from drafttrain.drafters.vocabulary import choose_vocabulary
-from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
 from drafttrain.files import human_bytes
-from drafttrain.layouts import one_chat
 from drafttrain.losses import Distillation
-from drafttrain.recipe import load_recipe
-from drafttrain.tasks.distill import require_taught, token_sides
-from drafttrain.tasks.optimizer import make_optimizer
-from drafttrain.validation.bench import Benchmark
-from drafttrain.validation.bench_questions import Question
+from drafttrain.tasks.distill import require_taught
 from drafttrain.vocab import DraftVocabulary
-
-EAGLE3 = {"class_path": "Eagle3", "init_args": {"taps": [0, 1, 3], "depth": 2, "draft_vocab": 200}}
-EAGLE = {"class_path": "Eagle", "init_args": {"draft_vocab": 200}}
-HYDRA = {"class_path": "Hydra", "init_args": {"heads": 3, "prefix": True}}
-MEDUSA = {"class_path": "Medusa", "init_args": {"heads": 3, "own_heads": True, "draft_vocab": 200}}
-DRAFTERS = pytest.mark.parametrize("drafter", [EAGLE3, EAGLE, HYDRA, MEDUSA], ids=lambda drafter: drafter["class_path"])
 
 
 @pytest.fixture
 def planned(tmp_path, target_folders, capsys):
-    """Writes a recipe, plans it, and returns (recipe, the lines behind the recipe)."""
-
-    def plan(drafter=EAGLE3, code=0, **sections):
-        tree = {
-            "name": "tiny",
-            "target": {"path": str(target_folders("llama"))},
-            "prepare": {
-                "prompts": [{"class_path": "SelfPrompts", "init_args": {"count": 10}}],
-                "max_prompt": 30,
-                "max_tokens": 20,
-            },
-            "drafter": drafter,
-            "objective": {"class_path": "Distillation"},
-            "data": {"features": "stored", "length": 48, "rows": 2},
-            "checkpoint": {"drafts": 2},
-            "validate": {"drafts": 2},
-            "trainer": {"max_steps": 2},
-        }
-        for name, values in sections.items():
-            tree[name] = {**tree.get(name, {}), **values}
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
-        assert main(["plan", "--config", str(tmp_path / "recipe.yaml"), "--runs", str(tmp_path)]) == code
-        said = capsys.readouterr()
-        return load_recipe([tmp_path / "recipe.yaml"])[0], (said.out + said.err).splitlines()
-
-    return plan
-
-
-def line(lines, start) -> str:
-    [found] = [each for each in lines if each.startswith(start)]
-    return found
+    return planner(tmp_path, target_folders("llama"), capsys)
 
 
 @DRAFTERS
@@ -209,144 +162,6 @@ def test_what_would_not_be_taught_is_refused_in_the_words_of_training(planned):
     for drafter, objective in ((DSPARK, sure), (without, HARD), (EAGLE3, HARD)):
         _, lines = planned(drafter, objective=objective)
         assert line(lines, "parameters: ") and not [each for each in lines if "teaches every weight" in each]
-
-
-def warnings(lines) -> list[str]:
-    return [each for each in lines if each.startswith("warning: ")]
-
-
-METHODS = [
-    {"class_path": "Chain", "init_args": {"drafts": 4, "draw": True}}, {"class_path": "AdaptiveChain", "init_args": {"most": 4}},
-    {"class_path": "Tree", "init_args": {"drafts": 4}}, {"class_path": "DrawnTree", "init_args": {"widths": [2, 1, 1, 1]}},
-    {"class_path": "DrawnPaths", "init_args": {"paths": 2, "drafts": 4}}, {"class_path": "Graft", "init_args": {"drafts": 4}},
-    {"class_path": "Experts", "init_args": {"drafts": 4, "drafters": ["elsewhere"]}},
-]  # fmt: skip
-FREE = ["Lookup", "NGram", "Recycling", {"class_path": "StaticTree", "init_args": {"depth": 9}}]
-"""Ways of drafting that need no drafter, or take its depth."""
-
-
-def test_methods_deeper_than_the_drafter_are_named_one_by_one(planned):
-    """Against what engines are made of: `bench` builds the same proposers on a net with weights, and stops at the first."""
-    quiet = {"optimizer": {"warmup_steps": 0}, "prepare": {"held_out": 3}}
-    _, lines = planned(HYDRA, bench={"methods": [METHODS[0], *FREE, *METHODS[1:]]}, **quiet)
-    found = warnings(lines)
-    assert [int(re.match(r"warning: bench would refuse bench\.methods\[(\d+)\], ", each)[1]) for each in found] == [
-        0,
-        *range(5, 11),
-    ]
-    assert all("asks for 4 drafts in a row, but this Hydra drafts at most 3" in each for each in found)
-    deeper = {**HYDRA, "init_args": {**HYDRA["init_args"], "heads": 4}}
-    for drafter in (deeper, EAGLE3):  # EAGLE-3 goes as deep as it is asked to
-        assert not warnings(planned(drafter, bench={"methods": [*METHODS, *FREE]}, **quiet)[1])
-
-
-def test_bench_does_refuse_what_the_warning_says(planned, tiny_llama):
-    recipe, lines = planned(HYDRA, bench={"methods": METHODS[2:3]}, optimizer={"warmup_steps": 0}, prepare={"held_out": 3})
-    net = recipe.drafter.build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
-    with pytest.raises(UserError) as refused:
-        Benchmark(tiny_llama, net, [Question("a", "all", ids=(1, 2))], recipe.bench)
-    assert warnings(lines) == [f"warning: bench would refuse bench.methods[0], tree 4x8, 40 nodes: {refused.value}"]
-
-
-@pytest.mark.parametrize(("warm_up", "steps", "said"), [(2, 2, True), (3, 2, True), (1, 2, False), (0, 1, False)])
-def test_a_warm_up_that_never_ends_is_said(planned, warm_up, steps, said):
-    recipe, lines = planned(
-        optimizer={"warmup_steps": warm_up, "schedule": "constant"}, trainer={"max_steps": steps}, prepare={"held_out": 3}
-    )
-    assert [f"warmup_steps is {warm_up}, but trainer.max_steps {steps}" in each for each in warnings(lines)] == [True] * said
-    assert (max(recipe.optimizer.lr_fraction(step, steps) for step in range(steps)) < 1) == said
-
-
-def file_of(folder, lines: int) -> dict:
-    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "what is {n}"}}\n\n' for n in range(lines)))
-    return {"class_path": "JsonlPrompts", "init_args": {"path": str(folder / "prompts.jsonl"), "name": "file"}}
-
-
-SELF = {"class_path": "SelfPrompts", "init_args": {"count": 4}}
-
-
-@pytest.mark.parametrize(
-    ("lines", "held_out", "source", "said"),
-    [
-        (5, 8, None, None),
-        (5, 9, None, "prepare.held_out is 9, but prepare.prompts gives at most 9, and some must be left to train on"),
-        (5, 5, "file", None),
-        (5, 6, "file", "prepare.held_out is 6, but file gives at most 5 prompts"),
-        (None, 2000, None, None),  # a file that is not here
-        (None, 2000, "self", "prepare.held_out is 2,000, but self gives at most 4 prompts"),
-    ],
-)
-def test_more_held_out_prompts_than_prompts_are_said(planned, tmp_path, tiny_llama, lines, held_out, source, said):
-    file = file_of(tmp_path, lines or 0)
-    if lines is None:
-        file["init_args"]["path"] = "elsewhere.jsonl"
-    sections = {
-        "prepare": {"prompts": [SELF, file], "held_out": held_out, "held_out_source": source},
-        "optimizer": {"warmup_steps": 0},
-    }
-    recipe, printed = planned(**sections)
-    found = warnings(printed)
-    assert found == ([] if said is None else [f"warning: {said}, so data_prep would refuse; lower it or give more prompts"])
-    if lines is not None:  # what data_prep says of as many prompts, all of them usable
-        prompts = [Prompt(f"{name}-{n}", name, []) for name, count in (("self", 4), ("file", lines)) for n in range(count)]
-        assert bool(refusal_of(lambda: hold_out(prompts, held_out, 0, source) and None)) == bool(found)
-    write_store(tmp_path / "tiny" / "data" / "train", ragged_chats(20, tiny_llama.vocab), tiny_llama.identity)
-    assert not warnings(planned(**sections)[1])  # they were split off
-
-
-def test_no_line_of_a_file_is_read_behind_those_that_are_held_out(planned, tmp_path, monkeypatch):
-    read = []
-    monkeypatch.setattr(plan_checks, "json_lines", lambda *_: (read.append(number) or (number, {}) for number in range(10**9)))
-    assert not warnings(planned(prepare={"prompts": [file_of(tmp_path, 1)], "held_out": 7}, optimizer={"warmup_steps": 0})[1])
-    assert len(read) == 8
-
-
-@pytest.mark.parametrize("name", EVERY_DRAFTER)
-def test_a_depth_that_no_row_has_room_for_is_refused_as_training_does(tiny_llama, name):
-    """Room by the layout of one supervised text as long as a row."""
-    net = EVERY_DRAFTER[name].build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
-    depth = net.needs.depth
-    for length in range(3, depth + 5):
-        learnt = net.layout(one_chat(torch.full((length,), 5), prompt_len=0)).depth_N
-        assert bool(refusal_of(require_room, net, length)) == (depth not in learnt.tolist()), length
-
-
-def test_plan_and_training_refuse_the_same_depth(planned, tmp_path, tiny_llama, target_folders):
-    deep = {**EAGLE3, "init_args": {**EAGLE3["init_args"], "depth": 9}}
-    make_run(tmp_path / "tiny", tiny_llama)
-    for length, code in ((11, 0), (10, 2)):
-        _, lines = planned(deep, code=code, data={"length": length, "features": "online"})
-        words = f"a row of data.length {length} tokens has room for at most 8"
-        assert (words in lines[-1]) == bool(code)
-    with pytest.raises(UserError, match=words):
-        start(tmp_path / "tiny", target_folders("llama"), drafter={"depth": 9}, data={"length": 10})
-
-
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="Muon came with torch 2.9")
-@DRAFTERS
-def test_muons_smaller_state_is_what_an_optimizer_holds_after_a_step(planned, tmp_path, tiny_llama, drafter):
-    make_run(tmp_path / "tiny", tiny_llama)
-    recipe, lines = planned(drafter, optimizer={"muon_lr": 1e-3}, data={"features": "online"})
-    store = TokenStore.open(tmp_path / "tiny" / "data" / "train")
-    net = recipe.drafter.build(tiny_llama, choose_vocabulary(recipe.drafter, tiny_llama, count(store))[0])
-    optimizer = make_optimizer(recipe.optimizer, net, False, token_sides(net))
-    for weight in net.parameters():
-        weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    state = sum(x.nbytes for kept in optimizer.state.values() for x in kept.values() if torch.is_tensor(x) and x.ndim)
-    trained = sum(weight.nbytes for weight in net.parameters())
-    assert trained < state < 2 * trained
-    assert f" + Muon and Adam {human_bytes(state)} " in line(lines, "device (cpu)")
-    assert f" {human_bytes(trained + state)} to resume" in line(lines, "disk, checkpoints: ")
-
-
-def refusal_of(ask, *args) -> str:
-    """What a check says against a drafter and its objective; "" for nothing."""
-    try:
-        assert not ask(*args)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
