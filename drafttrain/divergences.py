@@ -66,6 +66,10 @@ class Taught:
         return self.logits_MV.log_softmax(-1)
 
     @computed_once
+    def entropy_M(self) -> Tensor:
+        return -(self.p_MV * self.log_p_MV).sum(-1)
+
+    @computed_once
     def log_mass_M(self) -> Tensor:
         with torch.no_grad():
             return self.teacher.log_mass(self.final_MD, self.logits_MV)
@@ -111,12 +115,28 @@ class Scored:
         return self.logits_NV.gather(1, self.label_N[:, None])[:, 0] - self.log_sum_N
 
     @computed_once
+    def log_not_q_label_N(self) -> Tensor:
+        """log(1 - q(label)), from the other words: where q(label) rounds to 1, its value and its gradient are still exact."""
+        others_NV = self.logits_NV.scatter(1, self.label_N[:, None], -math.inf)
+        return others_NV.logsumexp(-1) - self.log_sum_N
+
+    @computed_once
     def p_NV(self) -> Tensor:
         return self.of_teacher(self.taught.p_MV)
 
     @computed_once
     def log_p_NV(self) -> Tensor:
         return self.of_teacher(self.taught.log_p_MV)
+
+    @computed_once
+    def log_p_label_N(self) -> Tensor:
+        row_N = torch.arange(len(self.label_N), device=self.label_N.device) if self.row_N is None else self.row_N
+        return self.taught.log_p_MV[row_N, self.label_N]
+
+    @computed_once
+    def cross_entropy_N(self) -> Tensor:
+        """-sum_v p log q"""
+        return self.log_sum_N - (self.p_NV * self.logits_NV).sum(-1)
 
     @computed_once
     def log_alpha_N(self) -> Tensor:
@@ -153,7 +173,18 @@ class SoftCrossEntropy(Divergence):
     name: ClassVar[str] = "soft_cross_entropy"
 
     def of(self, scored: Scored) -> Tensor:
-        return scored.log_sum_N - (scored.p_NV * scored.logits_NV).sum(-1)
+        return scored.cross_entropy_N
+
+
+@dataclass(frozen=True)
+class ForwardKL(Divergence):
+    """KL(p||q) = sum_v p (log p - log q): SoftCrossEntropy less the target's own entropy, so its gradient is the same, and 0 is its least value
+    (DistillSpec: arXiv 2310.08461)."""
+
+    name: ClassVar[str] = "forward_kl"
+
+    def of(self, scored: Scored) -> Tensor:
+        return scored.cross_entropy_N - scored.of_teacher(scored.taught.entropy_M)
 
 
 @dataclass(frozen=True)
@@ -324,3 +355,36 @@ class Selection(Divergence):
         token_NC = torch.cat([best_NC[:, :-1], torch.where(there_N1, best_NC[:, -1:], label_N1)], dim=1)
         score_NC = scored.logits_NV.gather(1, token_NC) + selector.added(scored.hidden_NH, scored.prev_N, token_NC).float()
         return score_NC.logsumexp(1) - (score_NC * (token_NC == label_N1)).sum(1)
+
+
+LEAST_LOG, MOST = -10.0, 10.0
+"""Of the estimators below, as in the code released with Draft-OPD: log-probabilities count as no less, and an element as no more, beyond which it
+teaches nothing."""
+
+
+@dataclass(frozen=True)
+class BernoulliKL(Divergence):
+    """p log(p/q) + (1-p) log((1-p)/(1-q)) with p and q the probabilities of the label alone: the forward KL between "it is the label" and
+    "it is not" (Draft-OPD's code, on its accepted stream: arXiv 2605.29343). Both log-probabilities are at least -10, its value is at most 10."""
+
+    name: ClassVar[str] = "bernoulli_kl"
+
+    def of(self, scored: Scored) -> Tensor:
+        log_p_N, log_q_N = scored.log_p_label_N.clamp(min=LEAST_LOG), scored.log_q_label_N.clamp(min=LEAST_LOG)
+        p_N, not_p_N = log_p_N.exp(), -log_p_N.expm1()
+        log_not_q_N = scored.log_not_q_label_N.clamp(max=math.log1p(-math.exp(LEAST_LOG)))  # of the q that is at least e^-10
+        other_N = torch.xlogy(not_p_N, not_p_N) - not_p_N * log_not_q_N
+        return (p_N * (log_p_N - log_q_N) + other_N).clamp(-MOST, MOST)
+
+
+@dataclass(frozen=True)
+class K3(Divergence):
+    """exp(D) - D - 1 with D = log p - log q of the label: where labels are drawn from q, its mean is KL(q||p) (k3 of J. Schulman, "Approximating
+    KL divergence", 2020; Draft-OPD's code, on its rejected stream: arXiv 2605.29343). Its value is at most 10."""
+
+    name: ClassVar[str] = "k3"
+
+    def of(self, scored: Scored) -> Tensor:
+        # The value passes 10 at D = 2.6. A larger D would overflow, and what is infinite has no gradient that a clamp could make 0.
+        gap_N = (scored.log_p_label_N - scored.log_q_label_N).clamp(max=3.0)
+        return (gap_N.expm1() - gap_N).clamp(-MOST, MOST)

@@ -10,7 +10,7 @@ Shapes: N scored elements, G divergences, H drafter width, M teacher rows, D tar
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,8 +47,8 @@ class Distillation(Objective):
     """Divergences between drafter and target, weighted by the place in the draft."""
 
     divergences: list[Divergence] = field(default_factory=lambda: [SoftCrossEntropy()])
-    """Added up, each with its weight: SoftCrossEntropy, HardCrossEntropy, ReverseKL, JSD, TotalVariation, LKAlpha, LKLambda,
-    TopKCrossEntropy, SmoothL1, Confidence, Selection."""
+    """Added up, each with its weight: SoftCrossEntropy, ForwardKL, HardCrossEntropy, ReverseKL, JSD, TotalVariation, LKAlpha, LKLambda,
+    TopKCrossEntropy, SmoothL1, Confidence, Selection, BernoulliKL, K3."""
     positions: PositionWeight = field(default_factory=Decay)
     """Weight by the place in the draft: Uniform, Decay, Exponential, DPace, Streak, ValidPrefix."""
     reduction: str = "depths"
@@ -59,24 +59,12 @@ class Distillation(Objective):
     0 holds all (faster where memory allows)."""
 
     def __post_init__(self):
-        if not self.divergences:
-            raise UserError("objective.init_args.divergences is empty, but must name at least one, such as SoftCrossEntropy.")
-        twice = [name for name, times in Counter(type(d).__name__ for d in self.divergences).items() if times > 1]
-        if twice:
-            raise UserError(
-                f"objective.init_args.divergences names {', '.join(twice)} twice; name it once, with a larger weight."
-            )
+        require_divergences("divergences", self.divergences)
         if self.reduction not in REDUCTIONS:
             raise UserError(f"objective.init_args.reduction is {self.reduction!r}, but must be one of {', '.join(REDUCTIONS)}.")
-        if self.reduction == "weights" and not self.positions.known:
-            raise UserError(
-                f"objective.init_args.reduction is weights, but those of {type(self.positions).__name__} are not known before the drafter has "
-                "said something, so micro-batches could not agree on their sum; use drafts."
-            )
-        if self.chunk < 0:
-            raise UserError(
-                f"objective.init_args.chunk is {self.chunk}, but must be 0 (all elements at once) or a number of elements."
-            )
+        if self.reduction == "weights":
+            require_known("weights", self.positions, "drafts")
+        require_chunk(self.chunk)
 
     def counts(self, layout: Layout, depth: int) -> dict[str, float]:
         per_depth = torch.bincount(layout.depth_N, minlength=depth + 1)
@@ -90,7 +78,7 @@ class Distillation(Objective):
     def terms(
         self, drafted: Drafted, student: Student, teacher: Teacher, depth: int
     ) -> tuple[dict[str, Term], dict[str, Tensor]]:
-        loss_GN, log_q_N, right_N = self._score(drafted, student, teacher)
+        loss_GN, log_q_N, right_N = score_elements(self.divergences, drafted, student, teacher, self.chunk)
         guesses = Guesses(drafted.depth_N, drafted.draft_N, drafted.drafts, depth, log_q_N.exp(), right_N)
         weight_N = self.positions.of_guesses(guesses)
         loss_N = torch.stack([own.weight * loss_N for own, loss_N in zip(self.divergences, loss_GN, strict=True)]).sum(0)
@@ -99,35 +87,9 @@ class Distillation(Objective):
             logged |= {own.name: own_N for own, own_N in zip(self.divergences, loss_GN, strict=True)}
         metrics: dict[str, Tensor] = {}
         for name, value_N in logged.items():
-            sum_K = _by_depth(value_N.detach(), guesses)
+            sum_K = by_depth(value_N.detach(), drafted.depth_N, depth)
             metrics |= {f"{name}_depth_{k}": sum_K[k] for k in range(1, depth + 1)}
         return self._reduce(weight_N * loss_N, weight_N, guesses), metrics
-
-    def _score(self, drafted: Drafted, student: Student, teacher: Teacher) -> tuple[Tensor, Tensor, Tensor]:
-        """Divergences [G, N] with gradient; log q(label) and whether the label is the drafter's likeliest token, [N], detached."""
-
-        names, selector = list(drafted.extra), drafted.selector
-
-        def score(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None, *extra: Tensor):
-            logits_NV = student(hidden_NH, prev_N) if selector is None else selector.base_logits(hidden_NH)
-            more = dict(zip(names, extra, strict=True))
-            scored = Scored(hidden_NH, logits_NV.float(), label_N, taught, row_N, prev_N, more, selector)
-            loss_GN = torch.stack([divergence.of(scored) for divergence in self.divergences])
-            return loss_GN, scored.log_q_label_N.detach(), scored.logits_NV.detach().argmax(-1) == label_N
-
-        def score_alone(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, row_N: Tensor, *extra: Tensor):
-            return score(hidden_NH, prev_N, label_N, Taught(teacher, drafted.teacher_MD[row_N]), None, *extra)
-
-        each_N = drafted.hidden_NH, drafted.prev_N, torch.searchsorted(drafted.vocabulary_V, drafted.label_N)
-        more_N = drafted.extra.values()
-        if not self.chunk:
-            return score(*each_N, Taught(teacher, drafted.teacher_MD), drafted.row_N, *more_N)
-        parts = []
-        for i in range(max(-(-len(drafted.label_N) // self.chunk), 1)):
-            piece = slice(i * self.chunk, (i + 1) * self.chunk)
-            parts.append(checkpoint(score_alone, *(x[piece] for x in (*each_N, drafted.row_N, *more_N)), use_reentrant=False))
-        loss_GN, log_q_N, right_N = (torch.cat(pieces, dim=-1) for pieces in zip(*parts, strict=True))
-        return loss_GN, log_q_N, right_N
 
     def _reduce(self, loss_N: Tensor, weight_N: Tensor, guesses: Guesses) -> dict[str, Term]:
         """The terms of weighted losses."""
@@ -136,10 +98,65 @@ class Distillation(Objective):
         there_N = torch.ones_like(weight_N)
         if self.reduction == "drafts":
             return {"drafts": Term(loss_N.sum(), guesses.grid(there_N, absent=0.0).amax(1).sum())}
-        sum_K, count_K = _by_depth(loss_N, guesses), _by_depth(there_N, guesses)
-        return {f"depth_{k}": Term(sum_K[k], count_K[k]) for k in range(1, guesses.depth + 1)}
+        depth_N, depth = guesses.depth_N, guesses.depth
+        sum_K, count_K = by_depth(loss_N, depth_N, depth), by_depth(there_N, depth_N, depth)
+        return {f"depth_{k}": Term(sum_K[k], count_K[k]) for k in range(1, depth + 1)}
 
 
-def _by_depth(value_N: Tensor, guesses: Guesses) -> Tensor:
+def score_elements(
+    divergences: Sequence[Divergence], drafted: Drafted, student: Student, teacher: Teacher, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Divergences, before their weights [G, N], with gradient; log q(label) and whether the label is the drafter's likeliest token, [N],
+    detached. `chunk` elements at once, 0 all: see `Distillation.chunk`."""
+
+    names, selector = list(drafted.extra), drafted.selector
+
+    def score(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None, *extra: Tensor):
+        logits_NV = student(hidden_NH, prev_N) if selector is None else selector.base_logits(hidden_NH)
+        more = dict(zip(names, extra, strict=True))
+        scored = Scored(hidden_NH, logits_NV.float(), label_N, taught, row_N, prev_N, more, selector)
+        loss_GN = torch.stack([divergence.of(scored) for divergence in divergences])
+        return loss_GN, scored.log_q_label_N.detach(), scored.logits_NV.detach().argmax(-1) == label_N
+
+    def score_alone(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, row_N: Tensor, *extra: Tensor):
+        return score(hidden_NH, prev_N, label_N, Taught(teacher, drafted.teacher_MD[row_N]), None, *extra)
+
+    each_N = drafted.hidden_NH, drafted.prev_N, torch.searchsorted(drafted.vocabulary_V, drafted.label_N)
+    more_N = drafted.extra.values()
+    if not chunk:
+        return score(*each_N, Taught(teacher, drafted.teacher_MD), drafted.row_N, *more_N)
+    parts = []
+    for i in range(max(-(-len(drafted.label_N) // chunk), 1)):
+        piece = slice(i * chunk, (i + 1) * chunk)
+        parts.append(checkpoint(score_alone, *(x[piece] for x in (*each_N, drafted.row_N, *more_N)), use_reentrant=False))
+    loss_GN, log_q_N, right_N = (torch.cat(pieces, dim=-1) for pieces in zip(*parts, strict=True))
+    return loss_GN, log_q_N, right_N
+
+
+def by_depth(value_N: Tensor, depth_N: Tensor, depth: int) -> Tensor:
     """Sums of the values at each depth [K+1]; that of depth k stands at place k."""
-    return value_N.new_zeros(guesses.depth + 1).index_add(0, guesses.depth_N, value_N)
+    return value_N.new_zeros(depth + 1).index_add(0, depth_N, value_N)
+
+
+def require_divergences(key: str, divergences: Sequence[Divergence]) -> None:
+    """UserError where a list of divergences is empty or names one twice."""
+    if not divergences:
+        raise UserError(f"objective.init_args.{key} is empty, but must name at least one, such as SoftCrossEntropy.")
+    twice = [name for name, times in Counter(type(d).__name__ for d in divergences).items() if times > 1]
+    if twice:
+        raise UserError(f"objective.init_args.{key} names {', '.join(twice)} twice; name it once, with a larger weight.")
+
+
+def require_known(reduction: str, positions: PositionWeight, instead: str) -> None:
+    """UserError where sums are to be divided by position weights that do not follow from the data."""
+    if not positions.known:
+        raise UserError(
+            f"objective.init_args.reduction is {reduction}, but those of {type(positions).__name__} are not known before the drafter has "
+            f"said something, so micro-batches could not agree on their sum; use {instead}."
+        )
+
+
+def require_chunk(chunk: int) -> None:
+    """UserError where `chunk` is no number of elements."""
+    if chunk < 0:
+        raise UserError(f"objective.init_args.chunk is {chunk}, but must be 0 (all elements at once) or a number of elements.")

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from drafttrain.divergences import (
     JSD,
+    K3,
+    BernoulliKL,
     Confidence,
     Divergence,
+    ForwardKL,
     HardCrossEntropy,
     LKAlpha,
     LKLambda,
@@ -29,6 +32,7 @@ WORDS, WIDTH, ROWS = 9, 5, [0, 2, 2, 1]
 SAYABLE = {"full": list(range(WORDS)), "reduced": [0, 2, 3, 5, 6, 8]}
 ALL = [
     SoftCrossEntropy(),
+    ForwardKL(),
     HardCrossEntropy(),
     ReverseKL(),
     JSD(),
@@ -42,6 +46,8 @@ ALL = [
     SmoothL1(),
     Confidence(),
     Selection(),
+    BernoulliKL(),
+    K3(),
 ]
 
 
@@ -114,6 +120,14 @@ def by_hand(
     match divergence:
         case SoftCrossEntropy():
             return -sum(p[v] * math.log(q[v]) for v in words)
+        case ForwardKL():
+            return kl(p, q)
+        case BernoulliKL():
+            a, b = max(p[label], math.exp(-10)), max(q[label], math.exp(-10))
+            return min(a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)), 10)
+        case K3():
+            gap = math.log(p[label]) - math.log(q[label])
+            return min(math.exp(gap) - gap - 1, 10)
         case HardCrossEntropy():
             return -math.log(q[label])
         case ReverseKL():
@@ -235,12 +249,91 @@ def test_a_draft_that_is_never_accepted_has_a_finite_loss_and_gradient():
     teacher.logits = lambda final_ND: torch.tensor([[-200.0, 0.0]])
     teacher.log_mass = lambda final_ND, logits: torch.zeros(1)
     taught = Taught(teacher, torch.zeros(1, WIDTH))
-    for divergence in (LKAlpha(), LKLambda(), JSD(), ReverseKL(), TotalVariation(), SoftCrossEntropy()):
+    for divergence in (
+        LKAlpha(),
+        LKLambda(),
+        JSD(),
+        ReverseKL(),
+        TotalVariation(),
+        SoftCrossEntropy(),
+        ForwardKL(),
+        BernoulliKL(),
+        K3(),
+    ):
         [loss] = divergence.of(Scored(torch.zeros(1, WIDTH), logits_NV, torch.tensor([0]), taught, None))
         (gradient,) = torch.autograd.grad(loss, logits_NV)
         assert loss.isfinite() and gradient.isfinite().all(), divergence
         if isinstance(divergence, LKAlpha):
             assert float(loss.detach()) == pytest.approx(200 - math.log(2), rel=1e-4) and float(gradient[0, 0]) > 0.4
+
+
+class Fixed:
+    """A teacher of these logits."""
+
+    def __init__(self, logits_MV: Tensor):
+        self.logits_MV = logits_MV
+
+    def logits(self, final_ND: Tensor) -> Tensor:
+        return self.logits_MV
+
+
+def of_labels(divergence: Divergence, logits_NV: Tensor, teacher_NV: Tensor, label_N: Tensor) -> Tensor:
+    """[N]: a divergence that asks for logits and labels alone."""
+    N = len(label_N)
+    return divergence.of(Scored(torch.zeros(N, 1), logits_NV, label_N, Taught(Fixed(teacher_NV), torch.zeros(N, 1)), None))
+
+
+def test_the_mean_of_k3_over_what_the_drafter_draws_is_the_reverse_kl():
+    """Every word of a small vocabulary as the label, weighed by q; that of BernoulliKL is no such thing, being 0 where p = q at the label alone."""
+    g = torch.Generator().manual_seed(4)
+    logits_V, teacher_V = torch.randn(2, 6, generator=g)
+    log_q_V, log_p_V = logits_V.double().log_softmax(-1), teacher_V.double().log_softmax(-1)
+    found_V = of_labels(K3(), logits_V.expand(6, 6), teacher_V.expand(6, 6), torch.arange(6)).double()
+    assert float((log_q_V.exp() * found_V).sum()) == pytest.approx(float((log_q_V.exp() * (log_q_V - log_p_V)).sum()), rel=1e-5)
+    same_V = of_labels(BernoulliKL(), logits_V.expand(6, 6), logits_V.expand(6, 6), torch.arange(6))
+    torch.testing.assert_close(same_V, torch.zeros(6), atol=1e-6, rtol=0)
+
+
+EDGES = [-300.0, -30.0, -12.0, -9.0, -2.0, 0.0, 2.0, 9.0, 30.0, 300.0]
+"""Logit of the label above that of two other words: p and q from e^-300 to 1 - 2 e^-300."""
+
+
+@pytest.mark.parametrize("divergence", [BernoulliKL(), K3()], ids=repr)
+def test_estimators_have_finite_values_and_right_gradients_where_p_and_q_are_0_and_1(divergence):
+    """Against finite differences in fp64 within the bounds, and 0 beyond; fp32 agrees with fp64."""
+    at = torch.cartesian_prod(torch.tensor(EDGES), torch.tensor(EDGES))
+    teacher_NV = torch.nn.functional.pad(at[:, :1], (0, 2))
+    label_N = torch.zeros(len(at), dtype=torch.long)
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        logits_NV = torch.nn.functional.pad(at[:, 1:], (0, 2)).to(dtype).requires_grad_()
+        loss_N = of_labels(divergence, logits_NV, teacher_NV, label_N)
+        found[dtype] = loss_N.detach().double(), torch.autograd.grad(loss_N.sum(), logits_NV)[0].double()
+        assert all(x.isfinite().all() for x in found[dtype]) and loss_N.max() <= 10 and loss_N.min() > -1e-6
+    for narrow, wide in zip(*found.values(), strict=True):
+        torch.testing.assert_close(narrow, wide, atol=2e-5, rtol=1e-4)
+    logits_NV, step = logits_NV.detach(), 1e-6
+    for v in range(3):
+        up_N, down_N = (
+            of_labels(divergence, logits_NV + sign * step * torch.eye(3, dtype=logits_NV.dtype)[v], teacher_NV, label_N)
+            for sign in (1, -1)
+        )
+        torch.testing.assert_close(found[torch.float64][1][:, v], (up_N - down_N) / (2 * step), atol=1e-5, rtol=1e-4)
+    assert (found[torch.float64][1][loss_N.detach() == 10] == 0).all() and (loss_N.detach() == 10).any()
+
+
+@pytest.mark.parametrize("teacher", ["full"], indirect=True)
+def test_forward_kl_has_the_gradient_of_soft_cross_entropy_and_is_0_where_they_agree(teacher):
+    hidden_ND, logits_NV, label_N, final_MD = numbers(teacher)
+    logits_NV.requires_grad_()
+    taught, row_N = Taught(teacher, final_MD), torch.tensor(ROWS)
+    grads = [
+        torch.autograd.grad(own.of(Scored(hidden_ND, logits_NV, label_N, taught, row_N)).sum(), logits_NV)[0]
+        for own in (ForwardKL(), SoftCrossEntropy())
+    ]
+    assert torch.equal(*grads)
+    same = Scored(hidden_ND, taught.logits_MV[row_N], label_N, taught, row_N)
+    torch.testing.assert_close(ForwardKL().of(same), torch.zeros(len(ROWS)), atol=2e-6, rtol=0)
 
 
 def test_states_of_another_width_are_refused():

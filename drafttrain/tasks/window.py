@@ -88,15 +88,15 @@ class Meter:
     def read(self) -> dict[str, float]:
         """Means since the last call, the same on every rank, and starts anew. One all-reduce and one wait for the device.
 
-        `loss` is the mean of the windows' losses; what ends in `_depth_k` is a sum over the count of `depth_k`.
+        `loss` is the mean of the windows' losses; any other is a sum over the count whose name it ends in, the longest such.
         """
         names = sorted(self._sums)
         values = all_reduce(torch.stack([self._sums[name] for name in names])).tolist()
         sums, totals = dict(zip(names, values, strict=True)), self._totals
         means = {"loss": sums.pop("loss") / max(self._windows, 1)}
         for name, value in sums.items():
-            count = "depth_" + name.rpartition("_")[2]  # smooth_l1_depth_2 -> depth_2
-            means[name] = value / max(totals.get(count, 0.0), 1.0)
+            counts = [count for count in totals if name.endswith(f"_{count}")]  # top1_accepted_depth_2 -> accepted_depth_2, depth_2
+            means[name] = value / (totals[max(counts, key=len)] or 1.0)
         counted = scored_elements(totals)
         means["dropped_labels"] = totals.get("dropped", 0.0) / max(counted + totals.get("dropped", 0.0), 1.0)
         means["tokens_per_second"] = totals.get("tokens", 0.0) / max(time.monotonic() - self._since, 1e-9)
