@@ -1,6 +1,7 @@
 """`drafttrain plan`: the resolved recipe and its arithmetic, without weights, data or processes."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +26,8 @@ from drafttrain.files import human_bytes
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run, dump_yaml
-from drafttrain.target.load import locate
+from drafttrain.target.hub import hub_answers
+from drafttrain.target.load import locate, reason
 from drafttrain.target.target import Target
 from drafttrain.tasks.distill import token_sides
 from drafttrain.tasks.optimizer import require_whole_matrices, turned_by_muon
@@ -55,14 +57,14 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     Raises:
         UserError: what training would refuse; a store of another drafter's features comes behind the lines.
     """
-    target, reason = outline(recipe)
+    target, unread = outline(recipe)
     store = _store(run)
     yield f"run folder: {run.folder}/"
     yield f"processes: {topology}"
     yield from _steps(recipe, store, topology, recipe.data.length if target is None else target.max_positions)
     yield from unmeant(recipe, gathered=store is not None or (run.data / "prompts.json").exists())
     if target is None:
-        yield f"parameters and bytes: not known, because the target's config cannot be read ({reason})"
+        yield f"parameters and bytes: not known, because the target's config cannot be read: {unread}"
         return
     counted = store if store is not None and store.manifest.identity.vocab == target.vocab else None
     start, said = find_start(recipe, run, target, None if counted is None else counted.manifest.identity)
@@ -86,7 +88,9 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
 
 
 def outline(recipe: Recipe) -> tuple[Target | None, str]:
-    """The target without its weights, from its config alone; None and the reason if that cannot be had.
+    """The target without its weights, from its config alone; None and a sentence that says why if that cannot be had.
+
+    Where the Hub does not answer at once, what it gave before is all that is looked at.
 
     Raises:
         UserError: a local target that does not exist.
@@ -95,13 +99,15 @@ def outline(recipe: Recipe) -> tuple[Target | None, str]:
 
     config = recipe.target
     where, gguf = locate(config.path)
-    extra = {} if gguf is None else {"gguf_file": gguf}
+    extra: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf}
+    if not Path(where).is_dir() and not hub_answers(where, config.revision):
+        extra["local_files_only"] = True
     try:
         found = AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises a dozen kinds; a plan goes on without
-        return None, f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        return None, reason(error)
     text = found.get_text_config()
     identity = Identity(config.path, "", "", "", "", text.num_hidden_layers, text.hidden_size, text.vocab_size)
     return Target(model, SimpleNamespace(tokenizer=None), identity, ()), ""  # type: ignore[arg-type]

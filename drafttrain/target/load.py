@@ -6,6 +6,7 @@ import io
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def load_speaker(config: TargetConfig) -> Speaker:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"target {config.path} could not be loaded: {_reason(error)}") from error
+        raise UserError(f"target {config.path} could not be loaded: {reason(error)}") from error
     if commit is None and gguf is None and not any(file for pattern in WEIGHTS for file in Path(where).glob(pattern)):
         raise UserError(
             f"target.path is {config.path}, a folder without weights (*.safetensors), by which a target is recognised; "
@@ -159,7 +160,7 @@ def _load(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, obje
     except UserError:
         raise
     except Exception as error:  # transformers raises a dozen kinds here; every one means that the target cannot be had
-        raise UserError(f"target {config.path} could not be loaded: {_reason(error)}") from error
+        raise UserError(f"target {config.path} could not be loaded: {reason(error)}") from error
     model.set_attn_implementation(ATTENTION)
     return model, tokenizer, commit
 
@@ -194,7 +195,7 @@ def _generation_config(where: str, gguf: str | None, commit: str | None, hf_conf
     return GenerationConfig.from_model_config(hf_config)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """One sentence for the ways in which loading goes wrong."""
     text, name = " ".join(str(error).split()), type(error).__name__
     missing = name == "RepositoryNotFoundError" or "Repository Not Found" in text
@@ -220,12 +221,12 @@ def _reason(error: Exception) -> str:
         or "GGUF model with architecture" in text
         or "does not recognize this architecture" in text
     ):
-        return f"it is not a causal language model that transformers can load ({text[:160]}); give a causal LM."
+        return f"it is not a causal language model that transformers can load ({shorten(text, 160, placeholder=' ...')}); give a causal LM."
     if "quantiz" in text.lower() or "accelerate" in text or isinstance(error, ImportError):
-        return f"its weights are quantised in a way that needs something this machine lacks ({text[:160]}); install that, or use unquantised weights."
+        return f"its weights are quantised in a way that needs something this machine lacks ({shorten(text, 160, placeholder=' ...')}); install that, or use unquantised weights."
     if "trust_remote_code" in text:
         return "it needs its own modelling code; set target.trust_remote_code to true if you trust its authors."
-    return f"{name}: {text[:240]}"
+    return f"{name}: {shorten(text, 240, placeholder=' ...')}"
 
 
 def _move(model: Any, device: str | torch.device, path: str) -> Any:
