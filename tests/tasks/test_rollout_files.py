@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from drafttrain import files
+from drafttrain.data.sealed import read_sealed, write_sealed
 from drafttrain.decoding.measure import Decoded
 from drafttrain.errors import UserError
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
@@ -140,9 +141,11 @@ def test_another_number_of_processes_goes_on_from_them(tmp_path, before, now):
     assert sum(map(len, shares)) == len(whole) and {n: part for share in shares for n, part in share.items()} == whole
 
 
-def test_a_buffer_that_is_not_full_yet_comes_back(tmp_path):
-    (buffer,) = saved(tmp_path, refresh=0)
-    assert len(buffer) == 8 and contents(restored(tmp_path, refresh=0)) == contents(buffer)
+@pytest.mark.parametrize(("refresh", "rollouts"), [(0, 8), (1, 16)])
+def test_the_first_rollouts_come_back(tmp_path, refresh, rollouts):
+    """When the buffer is not full yet; and 1 and 13 share a lane."""
+    (buffer,) = saved(tmp_path, refresh)
+    assert len(buffer) == rollouts and contents(restored(tmp_path, refresh)) == contents(buffer)
 
 
 def data_files(folder: Path) -> list[Path]:
@@ -164,7 +167,8 @@ def test_any_file_missing_or_cut_short_is_named(tmp_path):
                 (folder / name).write_bytes(whole[:kept])
             found = error_or_contents(folder)
             if isinstance(found, str):
-                assert name.name in found and ("missing" if kept is None else "damaged") in found
+                damage = "bytes instead of" if name.suffix == ".safetensors" else "is damaged"
+                assert name.name in found and ("is missing" if kept is None else damage) in found
             else:
                 assert kept == len(whole) - 1 and name.suffix == ".json", "the last line break may go"
             shutil.rmtree(folder)
@@ -221,6 +225,14 @@ def test_lanes_that_changed_places_are_refused(tmp_path):
         restored(tmp_path)
 
 
+def test_another_format_is_refused(tmp_path):
+    saved(tmp_path)
+    path = tmp_path / "refresh_00000003" / "manifest.json"
+    write_sealed(path, read_sealed(path, "it", "so") | {"format": 2})
+    with pytest.raises(UserError, match=r"manifest.json is of format 2, but this version reads 1; delete last/ to begin anew\."):
+        restored(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("config", "made_with", "words"),
     [
@@ -264,6 +276,16 @@ def test_a_state_is_not_finished_before_every_process_saved(tmp_path):
         in_folder(tmp_path).finish(3)
     with pytest.raises(UserError, match="manifest.json is missing"):
         restored(tmp_path)
+
+
+def test_a_lane_that_is_being_written_again_does_not_pass_for_the_one_before(tmp_path, monkeypatch):
+    saved(tmp_path)
+    monkeypatch.setattr(files.os, "fsync", lambda handle: os.stat("/not/there"))
+    with pytest.raises(FileNotFoundError):
+        in_folder(tmp_path).save(filled(3), 3)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="lane 0 is not saved yet"):
+        in_folder(tmp_path).finish(3)
 
 
 def test_a_refresh_that_is_not_answered_yet_cannot_be_saved(tmp_path):
