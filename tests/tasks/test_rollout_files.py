@@ -16,12 +16,16 @@ from torch import Tensor
 
 from drafttrain import files
 from drafttrain.data.sealed import read_sealed, write_sealed
+from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import Decoded
+from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
-from drafttrain.tasks.rollout_buffer import RolloutBuffer, RolloutPlan
+from drafttrain.tasks.rollout_buffer import PromptOrder, RolloutBuffer, RolloutPlan, number_of, requests
 from drafttrain.tasks.rollout_files import MadeWith, RolloutFiles, bytes_of
-from drafttrain.types import DraftRounds, Identity, Rollout
+from drafttrain.types import DraftRounds, Identity, Request, Rollout
+from drafttrain.vocab import DraftVocabulary
 
 IDENTITY = Identity("hub/target", "rev", "tok", "tpl", "{}", layers=6, hidden=4, vocab=64)
 MADE_WITH = MadeWith(IDENTITY, taps=(1, 3), drafts=3)
@@ -121,6 +125,23 @@ def test_rollouts_come_back_bit_by_bit_in_their_types(tmp_path, dtype):
     assert 0 in {len(rollout.rounds.anchor_R) for rollout in rollouts if rollout.rounds is not None}
     assert {rollout.final_TD.dtype for rollout in rollouts if rollout.final_TD is not None} == {dtype}
     assert type(rollouts[0]) is Rollout
+
+
+def test_what_the_engine_says_comes_back(tmp_path, targets):
+    """Of requests that the plan numbered, through a buffer."""
+    target = targets("llama")
+    prompts = [Request(f"p{i}", tuple(range(3, 6 + i)), limit=6) for i in range(5)]
+    drafter = Eagle3(taps=[0, 1, 3], depth=3).build(target, DraftVocabulary.full(target.vocab))
+    engine = Engine(target, proposer=ChainProposer(drafter, 3), slots=4, taps=(0, 1, 3), keep_features=True, keep_rounds=True)
+    buffer = RolloutBuffer(PLAN, 0, 1)
+    for refresh in range(2):
+        for rollout in engine.generate(requests(prompts, PromptOrder(5, seed=0), buffer.missing(refresh))):
+            buffer.add(number_of(rollout), rollout)
+    in_folder(tmp_path).save(buffer, 1)
+    in_folder(tmp_path).finish(1)
+    found = restored(tmp_path, 1)
+    assert contents(found) == contents(buffer) and len(found) == 16
+    assert sum(len(found[number].rounds.anchor_R) for number in found) > 16
 
 
 def test_views_of_one_tensor_are_saved_too(tmp_path):
