@@ -65,6 +65,11 @@ class OnPolicyDistillation(Objective):
             require_divergences(name, self._divergences[number])
             if self.reduction == "pooled" and number in self._weights:
                 require_known("pooled", self._positions[number], "streams")
+        if not self.accepted_weight and not self.rejected_positions.known:
+            raise UserError(
+                f"objective.init_args.rejected_positions is {type(self.rejected_positions).__name__}, which follows a draft from its first place "
+                "on, but with accepted_weight 0 what was accepted is left out; use Uniform, Decay or Exponential."
+            )
         require_chunk(self.chunk)
 
     @property
@@ -85,7 +90,7 @@ class OnPolicyDistillation(Objective):
 
         Raises UserError where the layout was not made from rounds.
         """
-        stream_N = getattr(layout, "stream_N", None)
+        stream_N = layout.streams()
         if stream_N is None:
             raise UserError(
                 "objective.class_path is OnPolicyDistillation, but the training texts have no record of what was drafted, accepted and rejected; "
@@ -126,8 +131,8 @@ class OnPolicyDistillation(Objective):
             own_N = {own.name: loss_GN[_place(own, kinds)] for own in self._divergences[number]}
             loss_N = torch.stack([own.weight * own_N[own.name] for own in self._divergences[number]]).sum(0)
             sums[number] = Term((weight_N * loss_N).sum(), self._count(number, weight_N, mine_N, branches[number]))
-            logged = {"loss": loss_N, "top1": right_N.float()} | (own_N if len(own_N) > 1 else {})
             metrics[f"loss_{name}"] = sums[number].sum.detach()
+            logged = {"loss": loss_N, "top1": right_N.float()} | (own_N if len(own_N) > 1 else {})
             for title, value_N in logged.items():
                 sum_K = by_depth(value_N.detach() * mine_N, drafted.depth_N, depth)
                 metrics |= {f"{title}_{name}_depth_{k}": sum_K[k] for k in range(1, depth + 1)}

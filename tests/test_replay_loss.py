@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from drafttrain.divergences import JSD, K3, BernoulliKL, Divergence, ForwardKL, 
 from drafttrain.errors import UserError
 from drafttrain.losses import Distillation
 from drafttrain.position_weights import Decay, DPace, Exponential, PositionWeight, Streak, Uniform, ValidPrefix
+from drafttrain.replay import ReplayLayout
 from drafttrain.replay_loss import OnPolicyDistillation
 from drafttrain.tasks.window import Meter
 from drafttrain.types import Drafted, Layout
@@ -34,16 +35,10 @@ WEIGHTS = [Uniform(), Decay(0.6), Exponential(2.0), DPace(), Streak(), ValidPref
 POSITIONS = [(own, Decay()) for own in WEIGHTS] + [(Uniform(), own) for own in WEIGHTS] + [(DPace(0.2), DPace(0.7))]
 
 
-@dataclass(frozen=True)
-class Replayed(Layout):
+def layout_of(drafted: Drafted) -> ReplayLayout:
     """What counts are made of."""
-
-    stream_N: Tensor
-
-
-def layout_of(drafted: Drafted) -> Replayed:
-    rest = dict.fromkeys(Replayed.__dataclass_fields__, NOTHING)
-    return Replayed(**rest | {name: getattr(drafted, name) for name in ("depth_N", "draft_N", "stream_N")})
+    rest = dict.fromkeys(ReplayLayout.__dataclass_fields__, NOTHING)
+    return ReplayLayout(**rest | {name: getattr(drafted, name) for name in ("depth_N", "draft_N", "stream_N")})
 
 
 class Model:
@@ -200,7 +195,10 @@ CASES = [
     for reduction in ("streams", "pooled")
     for accepted, rejected in POSITIONS
     for weights in ((1.0, 1.0), (2.0, 0.3), (1.0, 0.0), (0.0, 0.7))
-    if reduction == "streams" or all(own.known or not weight for own, weight in zip((accepted, rejected), weights, strict=True))
+    if (weights[0] or rejected.known)
+    and (
+        reduction == "streams" or all(own.known or not weight for own, weight in zip((accepted, rejected), weights, strict=True))
+    )
 ]
 
 
@@ -481,6 +479,10 @@ def test_a_layout_without_rounds_is_refused():
         ({"reduction": "depths"}, "reduction is 'depths', but must be one of streams, pooled"),
         ({"reduction": "pooled", "accepted_positions": DPace()}, "reduction is pooled, but those of DPace are not known before"),
         ({"reduction": "pooled", "rejected_positions": Streak()}, "reduction is pooled, but those of Streak are not known"),
+        (
+            {"accepted_weight": 0.0, "rejected_positions": Streak()},
+            "rejected_positions is Streak, which follows a draft from its first",
+        ),
         ({"chunk": -2}, "chunk is -2, but must be 0"),
     ],
 )
