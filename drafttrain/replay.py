@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from drafttrain.data.packing import pack
 from drafttrain.layouts import padded
 from drafttrain.types import DraftRounds, Features, Layout, Rollout, Sequences
 
@@ -68,8 +69,8 @@ def pack_rollouts(rollouts: Sequence[Rollout], length: int, multiple: int = 1, l
     as wide as those of `like`, in its type (of no width without it).
     """
     lengths = [min(len(rollout.ids), length) for rollout in rollouts]
-    places = _first_fit(lengths, length)
-    rows = max(1, *(b + 1 for b, _ in places)) if places else 1
+    places = _places(lengths, length)
+    rows = 1 + max((row for row, _ in places), default=0)
     shape = (-(-rows // multiple) * multiple, length)
     ids_BT, position_BT = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     supervised_BT, document_BT = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1, dtype=torch.int64)
@@ -90,15 +91,14 @@ def pack_rollouts(rollouts: Sequence[Rollout], length: int, multiple: int = 1, l
     return Packed(sequences, features, row_G, offset_G, torch.tensor(lengths, dtype=torch.int64), branch_G)
 
 
-def _first_fit(lengths: Sequence[int], room: int) -> list[tuple[int, int]]:
-    """(row, where it begins) of every item."""
-    filled: list[int] = []
-    places = []
-    for length in lengths:
-        row = next((b for b, full in enumerate(filled) if full + length <= room), len(filled))
-        filled += [0] * (row == len(filled))
-        places.append((row, filled[row]))
-        filled[row] += length
+def _places(lengths: Sequence[int], room: int) -> list[tuple[int, int]]:
+    """(row, where it begins) of every rollout: the first row with room."""
+    places = [(0, 0)] * len(lengths)
+    for row, items in enumerate(pack(lengths, room, open_rows=len(lengths))):
+        begin = 0
+        for item in items:
+            places[item] = row, begin
+            begin += lengths[item]
     return places
 
 

@@ -261,8 +261,12 @@ def test_records_stay_what_they_are(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [Eagle3(taps=[0, 2], depth=4), DFlash(block=5, layers=1, taps=[0, 2], mask_token=319)])
-def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(tiny_llama, config):
+@pytest.mark.parametrize(
+    ("config", "least_queries"),
+    [(Eagle3(taps=[0, 2], depth=4), 0), (DFlash(block=5, layers=1, taps=[0, 2], mask_token=319), 90)],
+    ids=["eagle3", "dflash"],
+)
+def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(tiny_llama, config, least_queries):
     requests = requests_for(tiny_llama, lengths=(5, 17, 9, 2, 11, 8, 7, 12, 3, 21, 6, 4))
     plain = plain_of(tiny_llama, requests)
     torch.manual_seed(0)
@@ -275,7 +279,7 @@ def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(
     torch._dynamo.reset()
     for some_ in (rollouts[:4], rollouts[4:8], rollouts[8:], rollouts[1:6]):
         packed = pack_rollouts(some_, 64, multiple=4)
-        layout = replay_layout(packed, some_, K, net.speaks_V)
+        layout = replay_layout(packed, some_, K, net.speaks_V, least_queries=least_queries)
         found = []
         for score in scores:
             net.zero_grad()
