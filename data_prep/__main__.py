@@ -16,6 +16,7 @@ import torch
 from data_prep import show
 from data_prep.engines import OpenAIServer
 from data_prep.pipeline import prepare
+from data_prep.progress import stoppable
 from data_prep.team import Team
 from drafttrain.cli import guarded, pairs, parse
 from drafttrain.data.kept_rows import wanted_final
@@ -25,9 +26,10 @@ from drafttrain.drafters.vocabulary import draft_cost
 from drafttrain.errors import UserError
 from drafttrain.files import RunLock
 from drafttrain.recipe import Recipe, load_recipe
+from drafttrain.run import Run
 from drafttrain.target.load import load_speaker, load_target
 from drafttrain.target.target import Target
-from drafttrain.topology import read_topology
+from drafttrain.topology import Topology, read_topology
 from drafttrain.vocab import Cost, DraftVocabulary
 
 
@@ -58,6 +60,11 @@ def _main(argv: Sequence[str]) -> None:
     recipe, options = parsed
     topology = read_topology()
     team = Team.of(topology.rank, topology.world)
+    with stoppable(options.run.data, partial(print, file=sys.stderr) if team.leads else lambda _: None):
+        _prepare(recipe, options.run, topology, team)
+
+
+def _prepare(recipe: Recipe, run: Run, topology: Topology, team: Team) -> None:
     stored = recipe.data.features == "stored"
     # With a server the weights are needed for features alone.
     served = isinstance(recipe.prepare.engine, OpenAIServer)
@@ -65,19 +72,19 @@ def _main(argv: Sequence[str]) -> None:
         print(f"loading {recipe.target.path}")
     target: Any = load_speaker(recipe.target) if served and not stored else load_target(recipe.target, topology.device)
     needs = _needs(recipe.drafter, target) if stored else None
-    if needs is not None and options.run.data.is_symlink() and (options.run.data / "train" / "manifest.json").exists():
+    if needs is not None and run.data.is_symlink() and (run.data / "train" / "manifest.json").exists():
         # The run that lent this folder still reads the features in it.
-        lent = TokenStore.open(options.run.data / "train")
+        lent = TokenStore.open(run.data / "train")
         lent.refuse_features_of_another(needs.taps, recipe.data.feature_dtype, wanted_final(needs))
-    with _explained(options.run.folder), RunLock(options.run.folder) if team.leads else nullcontext():
+    with _explained(run.folder), RunLock(run.folder) if team.leads else nullcontext():
         if team.leads:
-            options.run.record("data_prep", recipe.plain(), topology.world)
-            if not (options.run.data / "prompts.json").exists():
+            run.record("data_prep", recipe.plain(), topology.world)
+            if not (run.data / "prompts.json").exists():
                 print(f"gathering prompts from {', '.join(type(source).__name__ for source in recipe.prepare.prompts)}")
         prepare(
             recipe.prepare,
             target,
-            options.run.data,
+            run.data,
             taps=None if needs is None else needs.taps,
             draft_vocab=_draft_vocab(recipe, target, has_weights=stored or not served),
             feature_dtype=recipe.data.feature_dtype,

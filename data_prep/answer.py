@@ -5,13 +5,14 @@ keys and the seed only, so a run that was killed starts at the first chunk witho
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
 
 from data_prep.dialogue import Answering, Question, Rules, Speech, question_key
 from data_prep.featurize import Stored
+from data_prep.progress import Watched
 from data_prep.sources import Work
 from data_prep.team import ALONE, Team
 from drafttrain.data.features import vector_bytes
@@ -77,7 +78,8 @@ def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules, team
         if record is None:
             kept = f"{index} of {len(chunks)} shards in {folder}/ are finished and kept."
             start = perf_counter()
-            answering = Answering(work, rules, chunk.speech)
+            shard = f"{folder.name}: shard {index + 1} of {len(chunks)}"
+            answering = Answering(replace(work, ask=Watched(work.ask, shard, work.say)), rules, chunk.speech)
             chats = answering.run(chunk.questions)
             facts = {**answering.ledger.facts(len(chats)), "asked": len(chunk.questions), "notes": dict(answering.ledger.notes)}
             with explain_full_disk(folder, kept):
@@ -85,9 +87,7 @@ def answer(work: Work, chunks: Sequence[Chunk], folder: Path, rules: Rules, team
             tokens, seconds = sum(int(chat.supervised.sum()) for chat in chats), perf_counter() - start
             done.tokens += tokens
             done.seconds += seconds
-            work.say(
-                f"{folder.name}: shard {index + 1} of {len(chunks)}, {len(chats)} chats, {tokens / seconds:,.0f} answer tokens/s"
-            )
+            work.say(f"{shard}, {len(chats)} chats, {tokens / seconds:,.0f} answer tokens/s")
         elif not _belongs(record, chunk):
             raise UserError(
                 f"{folder / record_name(index)} belongs to other prompts than {folder.parent}/ has; "

@@ -14,7 +14,6 @@ any moment is followed by one that ends with the same chats and the same ledger.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -134,14 +133,32 @@ def engine(target: Target, config: PrepareConfig, say: Callable[[str], None] = p
     if isinstance(config.engine, OpenAIServer):
         return ServerEngine(config.engine, target, config.seed, say)
 
-    @lru_cache(maxsize=1)  # an engine keeps its buffers and graphs from chunk to chunk; two might not fit
-    def decoder(sampling: Sampling, taps: tuple[int, ...] | None) -> DecodingEngine:
-        return DecodingEngine(target, sampling=sampling, slots=config.slots, taps=taps or (), keep_features=taps is not None)
+    return LocalSpeaker(target, config)
 
-    def ask(requests: Sequence[Request], temperature: float, top_p: float, taps: tuple[int, ...] | None) -> Iterator[Rollout]:
-        return decoder(Sampling(temperature=temperature, top_p=top_p, seed=config.seed), taps).generate(requests)
 
-    return ask
+class LocalSpeaker:
+    """This process's own decoding engine as an `Ask`, of which one is kept: its buffers and graphs serve chunk after chunk, and two might not fit."""
+
+    def __init__(self, target: Target, config: PrepareConfig):
+        self.target, self.config = target, config
+        self._made_for: tuple[Sampling, tuple[int, ...] | None] | None = None
+        self._engine: DecodingEngine | None = None
+
+    def __call__(
+        self, requests: Sequence[Request], temperature: float, top_p: float, taps: tuple[int, ...] | None
+    ) -> Iterator[Rollout]:
+        wanted = Sampling(temperature=temperature, top_p=top_p, seed=self.config.seed), taps
+        if self._engine is None or wanted != self._made_for:
+            self._engine = None  # freed before the next one takes its memory
+            self._engine = DecodingEngine(
+                self.target, sampling=wanted[0], slots=self.config.slots, taps=taps or (), keep_features=taps is not None
+            )
+            self._made_for = wanted
+        return self._engine.generate(requests)
+
+    def under_way(self) -> int:
+        """Tokens said so far of answers that are not finished."""
+        return 0 if self._engine is None else sum(len(row.emitted) for row in self._engine.rows if row is not None)
 
 
 def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, kept: Stored | None) -> Answered:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data_prep.progress import Watched
 from data_prep.prompt import Work
 from data_prep.text import fault, fingerprint, tokens_through_thought
 from drafttrain.data.sealed import read_sealed, write_sealed
@@ -114,7 +115,8 @@ class Attempts:
     def _sample(self, chunk: int) -> list[dict]:
         numbers = range(chunk * self.work.chunk, (chunk + 1) * self.work.chunk)
         requests = [self._request(number) for number in numbers]
-        rollouts = self.work.ask(requests, self.source.temperature, self.source.top_p, None)
+        ask = Watched(self.work.ask, f"{self.source.name}: attempts from number {numbers[0] + 1:,} on", self.work.say)
+        rollouts = ask(requests, self.source.temperature, self.source.top_p, None)
         said = {rollout.key: rollout for rollout in rollouts}
         return [_row(said[request.key]) for request in requests]
 
