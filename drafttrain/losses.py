@@ -31,6 +31,11 @@ REDUCTIONS = ("depths", "drafts", "weights")
 class Objective:
     """Base of the classes that a recipe may name as its objective."""
 
+    @property
+    def streams(self) -> tuple[bool, bool]:
+        """Whether it scores what a replayed round accepted, and what it rejected."""
+        return True, False
+
     def counts(self, layout: Layout, depth: int) -> dict[str, float]:
         """Name -> what the sums of that name are divided by, from the data alone; always with `depth_k`, the elements of each depth."""
         raise NotImplementedError

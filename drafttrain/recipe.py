@@ -31,6 +31,7 @@ from drafttrain.recipe_build import Builder, choices, places, plain
 from drafttrain.recipe_files import Written, read_all
 from drafttrain.target.config import TargetConfig
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
+from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.optimizer import OptimizerConfig
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.validation.bench_config import BenchConfig
@@ -50,6 +51,7 @@ BASES: dict[type, str] = {
 }
 """Classes that a recipe chooses by name, and what one is called."""
 
+TASKS = "distill", "on_policy"
 FROM_TORCHRUN = "accelerator", "devices", "num_nodes", "use_distributed_sampler"
 
 
@@ -68,6 +70,9 @@ class Recipe:
     checkpoint: CheckpointConfig
     export: ExportConfig
     validate: ValidateConfig
+    task: str = "distill"
+    """distill: learn from the stored answers. on_policy: from answers that the target gives with the drafter as it is, see on_policy."""
+    on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -78,6 +83,8 @@ class Recipe:
             raise UserError(
                 f"name is {self.name!r}, but it becomes a folder: use letters, digits, '.', '_' and '-', e.g. smollm2-eagle3."
             )
+        if self.task not in TASKS:
+            raise UserError(f"task is {self.task!r}, but must be one of {', '.join(TASKS)}.")
         if not isinstance(self.trainer, dict):
             raise UserError(
                 f"trainer is {self.trainer!r}, but must hold arguments of Lightning's Trainer, such as max_steps; write them below it."
@@ -129,7 +136,7 @@ def sections_help() -> str:
         if section.type in BASES:
             for name, cls in choices(section.type).items():
                 texts.append(_class_help(cls, f"{section.name}.init_args", f"{section.name}.class_path: {name}"))
-        elif isinstance(section.type, type) and section.name not in ("name", "trainer"):
+        elif isinstance(section.type, type) and section.name not in ("name", "task", "trainer"):
             texts.append(_class_help(section.type, section.name, section.name))
     for name, cls in choices(Divergence).items():
         texts.append(_class_help(cls, "init_args", f"objective.init_args.divergences, an item of class_path: {name}"))
@@ -143,7 +150,7 @@ def sections_help() -> str:
         texts.append(_class_help(cls, "prepare.engine.init_args", f"prepare.engine.class_path: {name}"))
     for name, cls in choices(Method).items():
         texts.append(_class_help(cls, "init_args", f"bench.methods, an item of class_path: {name}"))
-    texts.insert(0, "name (str): the run folder is runs/<name>/")
+    texts.insert(0, "name (str): the run folder is runs/<name>/\ntask (str): distill or on_policy (default: distill)")
     texts.append(
         "trainer: arguments of lightning.pytorch.Trainer, except "
         + ", ".join(FROM_TORCHRUN)

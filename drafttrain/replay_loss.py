@@ -73,6 +73,10 @@ class OnPolicyDistillation(Objective):
         require_chunk(self.chunk)
 
     @property
+    def streams(self) -> tuple[bool, bool]:
+        return self.accepted_weight > 0, self.rejected_weight > 0
+
+    @property
     def _divergences(self) -> tuple[list[Divergence], list[Divergence]]:
         return self.accepted, self.rejected
 
@@ -142,7 +146,7 @@ class OnPolicyDistillation(Objective):
         """Z of these elements."""
         if self._positions[number].known:
             return weight_N.sum()
-        return branch.grid(mine_N, absent=0.0)[:-1].amax(1).sum()
+        return branch.grid(mine_N, absent=0.0).amax(1).sum()
 
     def _reduce(self, sums: dict[int, Term]) -> dict[str, Term]:
         """The terms of the streams' weighted sums."""

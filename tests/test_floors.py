@@ -8,9 +8,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("types", "errors"),
-    ("ops", "layouts", "divergences", "position_weights", "losses", "vocab", "files", "plots", "markdown"),
+    ("ops", "layouts", "divergences", "position_weights", "losses", "replay_loss", "vocab", "files", "plots", "markdown"),
     ("target", "drafters"),
-    ("decoding", "data"),
+    ("decoding", "data", "replay"),
     ("tasks", "export", "validation", "data_prep"),
     (
         "recipe",
@@ -32,6 +32,10 @@ NEIGHBOURS = {
     ("drafters", "target"),  # a drafter is built for a target
     ("losses", "divergences"),  # an objective is composed of both
     ("losses", "position_weights"),
+    ("replay_loss", "losses"),  # another objective of the same parts
+    ("replay_loss", "divergences"),
+    ("replay_loss", "position_weights"),
+    ("replay", "data"),  # rollouts share rows as chats do
 }
 """What may import a neighbour on its own floor, one way only."""
 

@@ -88,34 +88,35 @@ def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Pa
     """Calls `train` with tiny sections. `changes`: section name -> values that replace some of its fields, or a whole drafter."""
     from drafttrain.drafters.base import DrafterConfig
     from drafttrain.drafters.eagle3 import Eagle3
-    from drafttrain.losses import Distillation
+    from drafttrain.losses import Distillation, Objective
     from drafttrain.target.config import TargetConfig
+    from drafttrain.tasks.on_policy_config import OnPolicyConfig
     from drafttrain.tasks.train import train
     from drafttrain.topology import Topology
 
     given = {
         "target": {"path": str(target_folder)},
         "drafter": {"taps": [0, 2, 3], "depth": 3, "draft_vocab": 200},
-        "objective": {},
         "data": {"length": 48, "seed": 7},
         "optimizer": {"lr": 1e-3, "warmup_steps": 2},
         "checkpoint": {"every": 1000, "tau_every": 1000, "tau_prompts": 0},
         "trainer": {"max_steps": 4, "log_every_n_steps": 1},
         "speed": {},
     }
-    drafter = changes.pop("drafter", {})
+    drafter, objective, on_policy = changes.pop("drafter", {}), changes.pop("objective", {}), changes.pop("on_policy", None)
     sections = {name: values | changes.get(name, {}) for name, values in given.items()}
     return train(
         run_folder=run_folder,
         target=TargetConfig(**sections["target"]),
         drafter=drafter if isinstance(drafter, DrafterConfig) else Eagle3(**sections["drafter"] | drafter),
-        objective=Distillation(**sections["objective"]),
+        objective=objective if isinstance(objective, Objective) else Distillation(**objective),
         data=DataConfig(**sections["data"]),
         optimizer=OptimizerConfig(**sections["optimizer"]),
         checkpoint=CheckpointConfig(**sections["checkpoint"]),
         trainer=sections["trainer"],
         topology=Topology() if topology is None else topology,
         speed=SpeedConfig(**sections["speed"]),
+        on_policy=None if on_policy is None else OnPolicyConfig(**on_policy),
     )
 
 

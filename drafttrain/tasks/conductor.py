@@ -22,8 +22,12 @@ from drafttrain.tasks.checkpoints import save_state
 from drafttrain.tasks.distill import DistillTask
 from drafttrain.tasks.held_out import HeldOut, measure
 from drafttrain.tasks.progress import Reporter
+from drafttrain.tasks.rollouts import Turn
 from drafttrain.tasks.weights import whole_net
 from drafttrain.types import Request
+
+AS_THEY_ARE = "lr", "tokens_per_second", "tokens_seen", "seconds"
+"""Columns of the log that do not begin with train/."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,10 @@ class Conductor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
         assert isinstance(task, DistillTask)
-        task.meter.start()
+        task.start_clock()
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, task: pl.LightningModule, outputs, batch: MicroBatch, batch_idx: int
+        self, trainer: pl.Trainer, task: pl.LightningModule, outputs, batch: MicroBatch | Turn, batch_idx: int
     ) -> None:
         assert isinstance(task, DistillTask)
         if not batch.last:
@@ -62,8 +66,8 @@ class Conductor(pl.Callback):
         ended = step >= trainer.max_steps
         measuring = bool(self.run.held_out) and (ended or (step % config.tau_every == 0 and not stopped))
         saving = ended or stopped or step % config.every == 0
-        logging = ended or stopped or step % trainer.log_every_n_steps == 0
-        if logging or measuring or saving:
+        logging = ended or stopped or measuring or step % trainer.log_every_n_steps == 0  # a tau stands beside the time it took
+        if logging or saving:
             task.check_finite()
         if logging:
             self._log(trainer, task)
@@ -74,15 +78,18 @@ class Conductor(pl.Callback):
             self._measure(trainer, task)
         if saving:
             self._save(trainer, task, ended)
-        task.meter.skip_time(time.monotonic() - began)
+        task.skip_time(time.monotonic() - began)
         if stopped:
             self.reporter.say(f"stopped at step {step} of {trainer.max_steps}; the same command goes on from there")
             trainer.should_stop = True
 
     def _log(self, trainer: pl.Trainer, task: DistillTask) -> None:
         step = task.position.step
-        means = task.meter.read() | {"lr": task.lr(step - 1), "tokens_seen": float(task.position.tokens)}
-        names = {name: name if name in ("lr", "tokens_per_second", "tokens_seen") else f"train/{name}" for name in means}
+        means = task.meter.read()
+        task.position.seconds += means["seconds"]
+        means |= {"lr": task.lr(step - 1), "tokens_seen": float(task.position.tokens), "seconds": task.position.seconds}
+        means |= task.watched()
+        names = {name: name if name in AS_THEY_ARE or "/" in name else f"train/{name}" for name in means}
         _to_loggers(trainer, {names[name]: value for name, value in means.items()}, step)
         self.reporter.metrics(step, means)
 
@@ -104,7 +111,9 @@ class Conductor(pl.Callback):
         net = whole_net(trainer, task.net, self.run.build)
         share = {"world": task.share.world, "accumulate": task.share.accumulate, "rows": task.share.rows}
         with explain_full_disk(self.run.checkpoints, "the checkpoint before this one is whole and kept."):
+            task.save_beside()
             save_state(trainer, self.run.checkpoints, task.position, self.run.recipe, share)
+        task.saved()
         self._save_drafter(trainer, task, net, "last_drafter", None)
         if ended and not self.run.held_out:
             self._save_drafter(trainer, task, net, "best", None)

@@ -14,7 +14,7 @@ wait for its gradient in vain. Which are reached is read off the graph of a shor
 Shapes: B rows, T tokens.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import lightning.pytorch as pl
@@ -51,6 +51,8 @@ class Position:
     """Tokens trained, padding excluded."""
     best_tau: float | None = None
     """Highest tau measured on held-out prompts."""
+    seconds: float = field(default=0.0, compare=False)
+    """Wall time trained up to the last log, without measuring and saving."""
 
 
 class DistillTask(pl.LightningModule):
@@ -129,6 +131,28 @@ class DistillTask(pl.LightningModule):
                 f"The loss was not finite at step {first}, so training stopped, and nothing was saved from that step on; "
                 "lower optimizer.lr, raise optimizer.warmup_steps or set trainer.gradient_clip_val to 0.5, and start again."
             )
+
+    # ---- what a task that keeps more than weights adds to a checkpoint and a log ----------------------------------------------
+
+    def save_beside(self) -> None:
+        """Writes what a checkpoint of this step needs besides the trainer's state. Called on every rank, before that is saved."""
+
+    def saved(self) -> None:
+        """Deletes what older checkpoints needed. Called on every rank, behind the save."""
+
+    def watched(self) -> dict[str, float]:
+        """More numbers for the log, the same on every rank, since the last call."""
+        return {}
+
+    def start_clock(self) -> None:
+        """What came before was not training."""
+        self.meter.start()
+
+    def skip_time(self, seconds: float) -> None:
+        """Leaves time out that was not spent training (measuring tau, saving)."""
+        self.meter.skip_time(seconds)
+
+    # ---- Lightning's hooks -----------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
         self._kept_buffers = keep_buffers(self.net)

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
 
 from drafttrain.data.kept_rows import wanted_final
 from drafttrain.data.packing import RowPlan, read_chats
@@ -45,8 +46,11 @@ from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.checkpoints import Saved, find_last, require_same_recipe
 from drafttrain.tasks.conductor import Conductor, Run
 from drafttrain.tasks.distill import DistillTask, Position, token_sides
+from drafttrain.tasks.on_policy import OnPolicyTask
+from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, turned_by_muon
 from drafttrain.tasks.progress import Reporter
+from drafttrain.tasks.rollouts import Turns
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed
@@ -85,6 +89,8 @@ class Sections:
     checkpoint: CheckpointConfig
     trainer: dict[str, Any]
     speed: SpeedConfig
+    on_policy: OnPolicyConfig | None = None
+    """None trains on the stored answers."""
 
     @property
     def max_steps(self) -> int:
@@ -103,9 +109,10 @@ def train(
     trainer: dict[str, Any],
     topology: Processes,
     speed: SpeedConfig | None = None,
+    on_policy: OnPolicyConfig | None = None,
 ) -> Path:
     """Trains until `trainer.max_steps` or a stop signal; see the top of this file. UserError for everything a user can mend."""
-    sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed or SpeedConfig())
+    sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed or SpeedConfig(), on_policy)
     _check_trainer(trainer)
     require_whole_matrices(optimizer, trainer.get("strategy"))
     say = print if topology.rank == 0 else _say_nothing
@@ -113,6 +120,7 @@ def train(
     store = TokenStore.open(Path(run_folder) / "data" / "train")
     recipe = recipe_facts(sections, store)
     saved = find_last(checkpoints)
+    _require_start(sections, saved)
     if saved is not None:
         require_same_recipe(saved, recipe)
         if saved.position.step >= sections.max_steps:
@@ -136,18 +144,27 @@ def train(
         store.require(model.identity, taps, data.feature_dtype, wanted_final(net.needs))
         share = Share(topology.rank, topology.world, trainer.get("accumulate_grad_batches", 1), data.rows)
         position = Position() if saved is None else saved.position
-        stream = _stream(sections, store, share, model, net, position, say)
         if saved is not None:
             _say_resumed(saved, share, sections.max_steps, say)
         size = sum(weight.numel() for weight in net.parameters())
+        say(f"parameters: {size:,} trained, {sum(weight.numel() for weight in model.model.parameters()):,} frozen in the target")
         if optimizer.muon_lr is not None:
             turned = sum(weight.numel() for weight in turned_by_muon(optimizer, net, token_sides(net)))
             say(f"Muon trains {turned:,} of {size:,} weights at {optimizer.muon_lr:g}, AdamW the others at {optimizer.lr:g}")
         require_space(checkpoints, 4 * size * 8, "training (two resume states and two drafters)")
         held_out = _held_out(Path(run_folder), model, checkpoint)
         run = Run(checkpoints, checkpoint, drafter, build, held_out, recipe)
-        task = DistillTask(model, net, objective, optimizer, share, data.seed, position, stop, sections.speed, data.feature_dtype)
-        _fit(task, stream, run, sections, topology, Path(run_folder), saved)
+        common = (model, net, objective, optimizer, share, data.seed, position, stop, sections.speed, data.feature_dtype)
+        if on_policy is None:
+            stream = _stream(sections, store, share, model, net, position, say)
+            _fit(DistillTask(*common), stream, run, sections, topology, Path(run_folder), saved)
+        else:
+            prompts = _prompts(store, model, on_policy, net, say)
+            task = OnPolicyTask(*common, on_policy, prompts, build, data.length, checkpoints / "rollouts")
+            require_space(checkpoints, 2 * task.bytes_beside, "two sets of rollouts (on_policy.buffer of them)")
+            if saved is not None:
+                task.restore()
+            _fit(task, Turns(share.accumulate), run, sections, topology, Path(run_folder), saved)
     return checkpoints / "best"
 
 
@@ -161,12 +178,18 @@ def recipe_facts(sections: Sections, store: TokenStore) -> dict[str, Any]:
         "data": {name: getattr(sections.data, name) for name in ("length", "seed", "feature_dtype")},
         "optimizer": dataclasses.asdict(sections.optimizer),
         "checkpoint.start": sections.checkpoint.start,  # null and a checkpoint from before this key are the same
+        "on_policy": _on_policy_facts(sections.on_policy),
         "chats": {
             "count": len(store),
             "tokens": store.manifest.tokens,
             "keys": hashlib.sha256("\n".join(store.keys).encode()).hexdigest()[:16],
         },
     }
+
+
+def _on_policy_facts(config: OnPolicyConfig | None) -> dict[str, Any] | None:
+    """All but how many prompts are answered at once, which changes no answer."""
+    return None if config is None else {name: value for name, value in facts_of(config).items() if name != "slots"}
 
 
 def facts_of(config: Any) -> Any:
@@ -266,11 +289,40 @@ def _stream(
     plan = RowPlan(chats, data.length, data.seed)
     for line in plan_arithmetic(plan, share, sections.max_steps):
         say(line)
-    trained = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
-    frozen = sum(weight.numel() for weight in target.model.parameters())
-    say(f"parameters: {trained:,} trained, {frozen:,} frozen in the target")
     counts = partial(sections.objective.counts, depth=net.needs.depth)
     return WindowStream(store, plan, share, net.layout, counts, position.rows, data.features == "stored")
+
+
+def _require_start(sections: Sections, saved: Saved | None) -> None:
+    """UserError where an on-policy run would begin with a drafter that has learnt nothing."""
+    config = sections.on_policy
+    if config is not None and saved is None and sections.checkpoint.start is None and not config.from_random:
+        raise UserError(
+            "task is on_policy, but checkpoint.start is null, and a drafter that has learnt nothing drafts nothing worth learning from; set "
+            "checkpoint.start to a trained one (runs/<name>/checkpoints/best), or on_policy.from_random to true."
+        )
+
+
+def _prompts(
+    store: TokenStore, target: Target, config: OnPolicyConfig, net: DrafterNet, say: Callable[[str], None]
+) -> list[Request]:
+    """The prompts of the chats, those that the target has room to answer."""
+    room = target.max_positions - config.max_tokens - (config.drafts or net.needs.depth) - 1
+    every = store.requests(config.max_tokens)
+    prompts = [request for request in every if len(request.ids) <= room]
+    if not prompts:
+        raise UserError(
+            f"{store.folder}/ has no prompt that leaves room for {config.max_tokens} tokens within the target's {target.max_positions} positions; "
+            "lower on_policy.max_tokens."
+        )
+    if short := len(every) - len(prompts):
+        say(f"{short:,} prompts leave no room for {config.max_tokens} tokens and are left out")
+    passes = config.rollouts / config.every / len(prompts)
+    say(
+        f"on policy: {config.rollouts:,} of {len(prompts):,} prompts are answered every {config.every} steps ({passes:.4f} passes over them a step), "
+        f"and each step learns from {config.batch:,} of the newest {config.buffer:,} answers"
+    )
+    return prompts
 
 
 def _say_resumed(saved: Saved, share: Share, max_steps: int, say: Callable[[str], None]) -> None:
@@ -300,7 +352,7 @@ def _held_out(run_folder: Path, target: Target, config: CheckpointConfig) -> lis
 
 def _fit(
     task: DistillTask,
-    stream: WindowStream,
+    stream: WindowStream | Turns,
     run: Run,
     sections: Sections,
     topology: Processes,
@@ -322,7 +374,10 @@ def _fit(
         trainer.strategy.config.setdefault("train_micro_batch_size_per_gpu", sections.data.rows)
     if saved is not None:
         _require_same_keeper(saved, task.share, uses_deepspeed(trainer.strategy))
-    loader = make_loader(stream, sections.data.workers, pin=topology.accelerator == "gpu")
+    if isinstance(stream, Turns):
+        loader = DataLoader(stream, batch_size=None)
+    else:
+        loader = make_loader(stream, sections.data.workers, pin=topology.accelerator == "gpu")
     try:
         trainer.fit(task, loader, ckpt_path=None if saved is None else str(saved.state), weights_only=True)
     finally:

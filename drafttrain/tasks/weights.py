@@ -4,7 +4,7 @@ DDP holds the whole net in every process. DeepSpeed may hold bf16 copies of weig
 over the ranks (ZeRO-1, -2), or hold no whole weight anywhere (ZeRO-3). What is saved and measured is the fp32 master.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +14,17 @@ from drafttrain.tasks.strategy import uses_deepspeed
 
 
 def whole_net(trainer, net: DrafterNet, build: Callable[[], DrafterNet]) -> DrafterNet:
-    """The net to save or to measure with: itself, or under DeepSpeed a twin in fp32. Called on every rank.
+    """The net to save or to measure with: itself, or under DeepSpeed a twin in fp32. Called on every rank."""
+    return twin_of(net, build, whole_weights(trainer, net)) if uses_deepspeed(trainer.strategy) else net
 
-    `build()` makes a fresh net of the same shape; the random stream it draws from is put back.
-    """
-    if not uses_deepspeed(trainer.strategy):
-        return net
-    weights = _masters(net)
+
+def whole_weights(trainer, net: DrafterNet) -> dict[str, Tensor]:
+    """The fp32 weights by name: the net's own, or what DeepSpeed keeps, on the CPU. A collective: every rank takes part."""
+    return _masters(net) if uses_deepspeed(trainer.strategy) else dict(net.named_parameters())
+
+
+def twin_of(net: DrafterNet, build: Callable[[], DrafterNet], weights: Mapping[str, Tensor]) -> DrafterNet:
+    """Another net with these weights, on the same device. `build()` makes a fresh net of the same shape; the random stream it draws from is put back."""
     with torch.random.fork_rng(devices=[net_device(net)] if net_device(net).type == "cuda" else []):
         twin = build()
     twin.load_state_dict({name: weights.get(name, value) for name, value in twin.state_dict().items()})

@@ -95,10 +95,13 @@ class Meter:
         sums, totals = dict(zip(names, values, strict=True)), self._totals
         means = {"loss": sums.pop("loss") / max(self._windows, 1)}
         for name, value in sums.items():
-            counts = [count for count in totals if name.endswith(f"_{count}")]  # top1_accepted_depth_2 -> accepted_depth_2, depth_2
+            counts = [
+                count for count in totals if name.endswith(f"_{count}")
+            ]  # top1_accepted_depth_2 -> accepted_depth_2, depth_2
             means[name] = value / (totals[max(counts, key=len)] or 1.0)
         counted = scored_elements(totals)
         means["dropped_labels"] = totals.get("dropped", 0.0) / max(counted + totals.get("dropped", 0.0), 1.0)
-        means["tokens_per_second"] = totals.get("tokens", 0.0) / max(time.monotonic() - self._since, 1e-9)
+        means["seconds"] = max(time.monotonic() - self._since, 1e-9)
+        means["tokens_per_second"] = totals.get("tokens", 0.0) / means["seconds"]
         self._sums, self._totals, self._windows, self._since = {}, {}, 0, time.monotonic()
         return means
