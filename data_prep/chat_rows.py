@@ -18,6 +18,12 @@ from data_prep.rows import GZIP, json_lines
 from drafttrain.errors import UserError
 
 FORMS = '{"messages": [{"role": ..., "content": ...}]} or {"conversations": [{"from": ..., "value": ...}]}'
+PROMPTS = "prompt", "turns"
+"""Rows of questions alone have these."""
+UNANSWERED = (
+    "it is a prompt with no assistant turn, so there is no answer to be shown; data_prep has the target answer prompts: run it, and give the "
+    "folder runs/NAME/data/train/ that it makes."
+)
 ALL_BROKEN = 1000
 """Lines without JSON, after which a file is taken for something else."""
 
@@ -54,18 +60,23 @@ def _is_chat(value: list) -> bool:
 
 
 def chat_of(row: Any) -> tuple[list[dict], list[dict] | None]:
-    """Messages and tools of a row. Raises UserError if it holds none."""
+    """Messages and tools of a row. Raises UserError if it holds none, or no answer."""
     if isinstance(row, Broken):
         raise UserError(f"it is {row}; leave it out or mend it.")
     tools, system = (row.get("tools"), row.get("system")) if isinstance(row, dict) else (None, None)
     if isinstance(row, dict):
-        row = next((row[name] for name in ("messages", "conversations", "conversation") if row.get(name)), None)
+        found = next((row[name] for name in ("messages", "conversations", "conversation") if row.get(name)), None)
+        if found is None and any(row.get(name) for name in PROMPTS):
+            raise UserError(UNANSWERED)
+        row = found
     if not isinstance(row, list) or not _is_chat(row):
         raise UserError(f"it holds no chat; a row looks like {FORMS}.")
     try:
         messages = [_message(message) for message in row]
         if isinstance(system, str) and system and messages[0]["role"] not in LEADING:
             messages.insert(0, {"role": "system", "content": system})
+        if all(message["role"] in ("user", *LEADING) for message in messages):
+            raise UserError(UNANSWERED)
         return messages, tools_of(tools)
     except Broken as error:
         raise UserError(f"it has {error}; mend it.") from None

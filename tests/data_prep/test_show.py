@@ -108,6 +108,27 @@ def test_a_broken_row_is_named_and_the_others_are_shown(capsys, chats, tokenizer
     assert lines[4].startswith("error: 4 of 6 chats")
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "two?"},
+        {"turns": ["two?", "three?"], "category": "math"},
+        {"prompt": [{"role": "user", "content": "two?"}]},
+        {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "two?"}]},
+        {"key": "file-1", "source": "file", "messages": [{"role": "user", "content": "two?"}], "tools": None},  # of a data folder
+        [{"role": "user", "content": "two?"}],
+    ],
+)
+def test_prompts_without_answers_are_called_that(capsys, chats, tokenizer, row):
+    code, out, err = run(capsys, chats(GOOD, row), "--tokenizer", tokenizer)
+    assert code == 2 and "row 1: " in out
+    said, count = err.splitlines()
+    assert (
+        "row 2: it is a prompt with no assistant turn, so there is no answer to be shown; data_prep has the target answer" in said
+    )
+    assert "no chat" not in err and count.startswith("error: 1 of 2 chats")
+
+
 def test_limit(capsys, chats, tokenizer):
     code, out, err = run(capsys, chats(GOOD, SHARED, "{broken"), "--tokenizer", tokenizer, "--limit", "2", "--json")
     assert (code, err, len(out.splitlines())) == (0, "", 2)
