@@ -71,8 +71,8 @@ def _prepare(recipe: Recipe, run: Run, topology: Topology, team: Team) -> None:
     if team.leads:
         print(f"loading {recipe.target.path}")
     target: Any = load_speaker(recipe.target) if served and not stored else load_target(recipe.target, topology.device)
-    needs = _needs(recipe.drafter, target) if stored else None
-    if needs is not None and run.data.is_symlink() and (run.data / "train" / "manifest.json").exists():
+    needs = _needs(recipe.drafter, target) if stored or not served else None
+    if stored and needs is not None and run.data.is_symlink() and (run.data / "train" / "manifest.json").exists():
         # The run that lent this folder still reads the features in it.
         lent = TokenStore.open(run.data / "train")
         lent.refuse_features_of_another(needs.taps, recipe.data.feature_dtype, wanted_final(needs))
@@ -85,10 +85,11 @@ def _prepare(recipe: Recipe, run: Run, topology: Topology, team: Team) -> None:
             recipe.prepare,
             target,
             run.data,
-            taps=None if needs is None else needs.taps,
+            taps=needs.taps if stored and needs is not None else None,
             draft_vocab=_draft_vocab(recipe, target, has_weights=stored or not served),
             feature_dtype=recipe.data.feature_dtype,
             final="taught" if needs is None else wanted_final(needs),
+            tap_count=None if needs is None else len(needs.taps),
             team=team,
             say=print if team.leads else partial(print, f"[{team.rank}]"),
         )

@@ -53,7 +53,7 @@ def prepare(
     draft_vocab: int | float | Cost | None,
     feature_dtype: str = "bfloat16",
     final: str = "taught",
-    tap_count: int = 3,
+    tap_count: int | None = None,
     ask: Ask | None = None,
     team: Team = ALONE,
     say: Callable[[str], None] = print,
@@ -61,9 +61,9 @@ def prepare(
     """Makes or finishes `folder` (a run's data/) and returns the training store.
 
     `taps` are the layers whose features are kept beside the tokens (in `feature_dtype`), None for none; `final` says whose final states
-    (kept_rows.py). `draft_vocab` (what drafts cost stands for the best size) and `tap_count` are only used to say what a draft vocabulary of that size covers, and how large that
-    many taps would be on disk. `ask` is
-    who speaks for the target; the in-process engine unless given. `team`: which of how many processes this is.
+    (kept_rows.py). `draft_vocab` (what drafts cost stands for the best size) and `tap_count` (of the drafter where `taps` is None; None: not known) are only used to
+    say what a draft vocabulary of that size covers, and how large that many taps would be on disk. `ask` is who speaks for the target; the
+    in-process engine unless given. `team`: which of how many processes this is.
     UserError: settings that differ from those of an unfinished or finished folder, no usable prompt, no space, another process.
     """
     folder = Path(folder)
@@ -93,7 +93,8 @@ def prepare(
         if isinstance(ask, ServerEngine):
             ask.report()
         _report(folder, training, held_out, answered, draft_vocab, target.end_ids, say)
-        say(f"report: {write_report(folder, training, held_out, target.end_ids, draft_vocab, tap_count, final)}")
+        count = tap_count if taps is None else len(taps)
+        say(f"report: {write_report(folder, training, held_out, target.end_ids, draft_vocab, count, final)}")
     return training
 
 

@@ -89,13 +89,13 @@ def write_report(
     held_out: TokenStore,
     end_ids: Sequence[int],
     draft_vocab: int | float | Cost | None,
-    taps: int,
+    taps: int | None,
     final: str = "taught",
 ) -> Path:
     """Writes data/report/ from the stores of a finished data folder and returns its README.
 
     `draft_vocab` is how many tokens, or the share to be covered, or what drafts cost, for the best size. `taps` is how many layers are
-    tapped, `final` whose final states a drafter needs (kept_rows.py).
+    tapped (None: not known, and nothing is said of features), `final` whose final states a drafter needs (kept_rows.py).
     """
     vocab = training.manifest.identity.vocab
     seen, held = (Tally(_sources(folder / name), end_ids, vocab) for name in ("prompts.jsonl", "held_out.jsonl"))
@@ -103,7 +103,8 @@ def write_report(
     for index in range(len(held_out)):
         held.see(index, held_out.chat(index))
     summary = _summary(training, held_out, seen, held) | _vocabulary(counts, seen, held, draft_vocab, end_ids)
-    summary["feature_bytes"] = {dtype: training.bytes_of_features(taps, dtype, final) for dtype in FEATURE_DTYPES}
+    if taps is not None:
+        summary["feature_bytes"] = {dtype: training.bytes_of_features(taps, dtype, final) for dtype in FEATURE_DTYPES}
     summary["worries"] = worries(summary)
     place = folder / "report"
     place.mkdir(exist_ok=True)
@@ -240,7 +241,7 @@ def _figures(summary: dict, facts: list[ChatFacts]) -> dict:
     return figures
 
 
-def _markdown(s: dict, figures: list[str], taps: int, final: str) -> str:
+def _markdown(s: dict, figures: list[str], taps: int | None, final: str) -> str:
     rows = s["rows"]
     parts = [
         "# Training data",
@@ -254,13 +255,19 @@ def _markdown(s: dict, figures: list[str], taps: int, final: str) -> str:
         "Looping: at least half of the answer's runs of 8 tokens stood earlier in it.",
         "## Turns\n\n" + table(["supervised answers in a chat", "chats"], [[n, f"{c:,}"] for n, c in s["turns"].items()]),
         *_vocabulary_parts(s),
-        f"## Stored features\n\nWith {taps} taps of the tokens that drafts see, and the final state of those that "
-        + ("teach: " if final == "taught" else "teach or are seen: ")
-        + ", ".join(f"{human_bytes(size)} in {dtype}" for dtype, size in s["feature_bytes"].items())
-        + ".",
+        "" if taps is None else _features_part(s["feature_bytes"], taps, final),
         *(f"![{name.removesuffix('.png')}]({name})" for name in figures),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _features_part(sizes: dict[str, int], taps: int, final: str) -> str:
+    layers = (
+        f"{taps} tap{'s' if taps > 1 else ''} of the tokens that drafts see, and the final state of those that " if taps else ""
+    )
+    whose = "teach" if final == "taught" else "teach or are seen"
+    kept = f"{layers or 'The final state of the tokens that '}{whose}"
+    return f"## Stored features\n\n{kept}: " + ", ".join(f"{human_bytes(size)} in {dtype}" for dtype, size in sizes.items()) + "."
 
 
 def _vocabulary_parts(s: dict) -> list[str]:

@@ -1,8 +1,10 @@
-"""What `python -m data_prep` asks of the stage below it: what the recipe's drafter reads is what is kept."""
+"""What `python -m data_prep` asks of the stage below it: what the recipe's drafter reads is what is kept, and what the report speaks of."""
 
+import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from data_prep import __main__ as command
 from drafttrain.data.store import TokenStore
@@ -29,16 +31,42 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_the_store_keeps_what_the_drafter_reads(tmp_path, target_folders, drafter):
-    prompts: Path = tmp_path / "p.jsonl"
-    prompts.write_text(
+READ = {
+    "Eagle3": "2 taps of the tokens that drafts see, and the final state of those that teach: ",
+    "Eagle": "The final state of the tokens that teach or are seen: ",
+    "Medusa": "The final state of the tokens that teach or are seen: ",
+}
+
+
+def prepared(folder: Path, target: Path, drafter: str, *flags: str) -> Path:
+    """The data folder that the command makes."""
+    (folder / "p.jsonl").write_text(
         "".join(f'{{"prompt": "what is {a} and {b}?"}}\n' for a in ("one", "two", "three") for b in ("dog", "fox"))
     )
-    (tmp_path / "r.yaml").write_text(RECIPE.format(target=target_folders("llama"), prompts=prompts, drafter=drafter))
-    assert command.main(["--config", str(tmp_path / "r.yaml"), "--runs", str(tmp_path / "runs")]) == 0
-    store = TokenStore.open(tmp_path / "runs" / "r" / "data" / "train")
+    (folder / "r.yaml").write_text(RECIPE.format(target=target, prompts=folder / "p.jsonl", drafter=drafter))
+    assert command.main(["--config", str(folder / "r.yaml"), "--runs", str(folder / "runs"), *flags]) == 0
+    return folder / "runs" / "r" / "data"
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_store_keeps_what_the_drafter_reads(tmp_path, target_folders, drafter):
+    store = TokenStore.open(prepared(tmp_path, target_folders("llama"), drafter) / "train")
     taps, final = DRAFTERS[drafter]
     store.require(store.manifest.identity, taps, "float8_e4m3fn", final)
     seen = store.chat(0, features=True).features.final_BTD
     assert seen.isnan().any() == (final == "taught")
+
+
+@pytest.mark.parametrize("features", ["stored", "online"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_the_report_speaks_of_what_the_drafter_reads(tmp_path, target_folders, drafter, features):
+    """And tells its bytes before anything is stored: those of the tensors on disk where they are."""
+    data = prepared(tmp_path, target_folders("llama"), drafter, "--data.features", features)
+    said = (data / "report" / "README.md").read_text().split("## Stored features")[1].strip()
+    [words] = [words for name, words in READ.items() if f"class_path: {name}," in drafter]
+    assert said.startswith(words)
+    sizes = json.loads((data / "report" / "summary.json").read_text())["feature_bytes"]
+    files = list((data / "train").glob("features-*.safetensors"))
+    assert bool(files) == (features == "stored")
+    if files:
+        assert sizes["float8_e4m3fn"] == sum(x.nbytes for file in files for x in load_file(file).values())

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections import Counter
 
 import pytest
@@ -177,3 +178,12 @@ def test_a_few_tokens_are_no_reason_to_worry():
     summary["sources"]["french"] |= {"covered": 0.5, "answer_tokens": 400}
     summary["draft_vocabulary"]["held_out"], summary["held_out"]["answer_tokens"] = 0.5, 300
     assert worries(summary) == []
+
+
+def test_nothing_is_said_of_features_where_nobody_knows_what_is_read(folder, tmp_path):
+    place = shutil.copytree(folder, tmp_path / "data")
+    stores = [TokenStore.open(place / name) for name in ("train", "held_out")]
+    for taps, said in ((2, "2 taps of"), (1, "1 tap of"), (0, "The final state of the tokens"), (None, None)):
+        text = write_report(place, *stores, (2,), 16, taps).read_text()
+        assert ("## Stored features" in text, said is None or f"## Stored features\n\n{said}" in text) == (said is not None, True)
+        assert ("feature_bytes" in json.loads((place / "report" / "summary.json").read_text())) == (said is not None)
