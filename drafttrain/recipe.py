@@ -25,10 +25,11 @@ from drafttrain.drafters.base import DrafterConfig
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
-from drafttrain.losses import Objective
+from drafttrain.losses import Distillation, Objective
 from drafttrain.position_weights import PositionWeight
 from drafttrain.recipe_build import Builder, choices, places, plain
 from drafttrain.recipe_files import Written, read_all
+from drafttrain.replay_loss import OnPolicyDistillation
 from drafttrain.target.config import TargetConfig
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
@@ -40,6 +41,8 @@ from drafttrain.validation.config import ValidateConfig
 jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
 known_drafters()  # reads every file in drafters/, so that a new one is known by its class name
 
+OBJECTIVES = Distillation, OnPolicyDistillation
+"""Known by their class names because they are imported here."""
 BASES: dict[type, str] = {
     DrafterConfig: "drafter",
     Objective: "objective",

@@ -36,7 +36,7 @@ from drafttrain.vocab import Counts, DraftVocabulary, choose, coverage
 
 MAPS = ("d2t", "t2d", "token_map")
 """Tensors that say which tokens a head has."""
-TRAINING_ONLY = ("depth", "draft_vocab", "least_coverage", "noise", "dropout")
+TRAINING_ONLY = ("depth", "draft_vocab", "least_coverage", "noise", "dropout", "anchors", "cod_ratio", "cod_least")
 """Arguments of our drafters that another training of the same net may change."""
 COMPARED_ROWS = 4096
 """Rows of a table that are compared with the target's."""
@@ -65,7 +65,7 @@ class WarmStart:
         notes: tuple[str, ...] = ()
         if (folder / "drafter.json").exists():
             record = read_record(folder)
-            found = _ours(record["class_path"], record["init_args"], record["identity"], tensors, what)
+            found = _ours(record["class_path"], record["init_args"], record["identity"], tensors, target, what)
             strange = differences(record["identity"], target.identity)
             notes = (f"it was trained with another target ({'; '.join(strange)})",) if strange else ()
         else:
@@ -204,7 +204,7 @@ class WarmStart:
 # ---- what the folder holds --------------------------------------------------------------------------------------------------
 
 
-def _ours(class_path: str, init_args: dict, sizes: dict, tensors: dict[str, Tensor], what: str) -> Published:
+def _ours(class_path: str, init_args: dict, sizes: dict, tensors: dict[str, Tensor], target: Target, what: str) -> Published:
     """A drafter that `save_drafter` or a native export wrote. Another target is no fault: to follow one that was tuned is a use of this."""
     try:
         config = known_drafters()[class_path](**init_args)
@@ -214,7 +214,7 @@ def _ours(class_path: str, init_args: dict, sizes: dict, tensors: dict[str, Tens
         ) from error
     options = {name: value for name, value in asdict(config).items() if name not in TRAINING_ONLY}
     if "taps" in options:
-        options["taps"] = tuple(options["taps"]) or None
+        options["taps"] = config.taps_of(target)  # each family has defaults of its own
     own_sizes = {"hidden_size": sizes["hidden"], "vocab_size": sizes["vocab"]}
     return Published("a drafter of drafttrain", class_path, own_sizes, tensors, options=options)
 
@@ -223,7 +223,7 @@ def _published(config: dict, tensors: dict[str, Tensor], target: Target, what: s
     """A folder with a config.json: a native export of ours, or a layout that others read too."""
     if config.get("model_type") == "drafttrain":
         sizes = {"hidden": config["hidden_size"], "vocab": config["vocab_size"]}
-        return _ours(config["class_path"], config["init_args"], sizes, tensors, what)
+        return _ours(config["class_path"], config["init_args"], sizes, tensors, target, what)
     found = recognise(config, tensors, what)
     if found.raw_embeddings is not None:
         _scale_embeddings(found, found.raw_embeddings, target)

@@ -16,9 +16,13 @@ from export.hub_standin import HubStandin, Repo
 from safetensors.torch import load_file, save_file
 from tiny_run import logged, make_run, start
 
+from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.dflash2 import DFlash2
+from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
+from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.drafters.save import save_drafter
 from drafttrain.drafters.warm_start import WarmStart
 from drafttrain.errors import UserError
@@ -275,6 +279,26 @@ def test_a_drafter_of_ours_and_its_exports_come_back(targets, tmp_path, name, ar
             assert_same(net, old, target)
         assert all(torch.allclose(value, net.state_dict()[own], atol=1e-6) for own, value in old.state_dict().items())
         assert any(f"starting from {tmp_path / folder}: " in line for line in lines) and "note" not in str(lines)
+
+
+PARALLEL = {
+    "dflash, its own taps": DFlash(block=4, layers=2, mask_token=319, anchors=None),
+    "dspark": DSpark(block=4, layers=2, taps=[0, 2], mask_token=319, anchors=None, rank=6),
+    "dflash2": DFlash2(block=4, layers=2, mask_token=319, anchors=None),
+    "p-eagle": PEagle(taps=[0, 2, 3], depth=4, layers=2, mask_token=319),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PARALLEL))
+def test_a_parallel_drafter_of_ours_comes_back(tiny_llama, tmp_path, name):
+    """Also one whose taps the recipe leaves to the family, which has other defaults than EAGLE's."""
+    config = PARALLEL[name]
+    old = source(tiny_llama, config)
+    save_drafter(tmp_path / "best", old, config, tiny_llama.identity, {})
+    other = {"cod_ratio": 0.5} if name == "p-eagle" else {"anchors": 9}  # how it is trained may change
+    net, lines = begin(tiny_llama, replace(config, **other), tmp_path / "best")
+    assert all(torch.equal(value, net.state_dict()[own]) for own, value in old.state_dict().items())
+    assert any(f"starting from {tmp_path / 'best'}: " in line for line in lines) and "note" not in str(lines)
 
 
 def test_a_drafter_of_ours_for_another_target_is_told(tiny_llama, tmp_path):
