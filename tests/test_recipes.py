@@ -21,6 +21,7 @@ from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.recipe import Recipe, load_recipe
 from drafttrain.recipe_files import read_file
+from drafttrain.replay_loss import OnPolicyDistillation
 from drafttrain.run import Run
 from drafttrain.topology import Topology
 from drafttrain.vocab import DraftVocabulary
@@ -33,11 +34,19 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT / "recipes").with_suffix(""))
 
 
+def started_from(path: Path) -> Path | None:
+    """The recipe whose run `checkpoint.start` of another names."""
+    start = load_recipe([path])[0].checkpoint.start
+    if start is None:
+        return None
+    return {Path("runs") / name_of(other).replace("/", "-") / "checkpoints" / "best": other for other in RECIPES}[Path(start)]
+
+
 def test_they_are_there():
     assert {path.parent.name for path in RECIPES} == set(REAL)
     assert {name_of(path) for path in EIGHT_BILLION} == {
         f"{target}/{method}" for target in ("qwen3-8b", "llama3.1-8b") for method in ("eagle3", "hydra-plus", "dflash", "dspark")
-    }
+    } | {"qwen3-8b/dflash-opd"}
     assert {path.stem for path in HARDWARE} >= {"cpu", "ddp", "zero1", "zero2", "zero3"}
 
 
@@ -56,6 +65,41 @@ def test_recipes_of_one_target_can_share_their_data():
         of_target = [load_recipe([path])[0] for path in RECIPES if path.parent.name == folder]
         asked = [recipe.prepare for recipe in of_target if recipe.name != "smollm2-135m-eagle3"]
         assert len(asked) > 1 and all(prepare == asked[0] for prepare in asked)
+
+
+@pytest.mark.parametrize("path", [path for path in RECIPES if load_recipe([path])[0].checkpoint.start], ids=name_of)
+def test_what_begins_from_another_recipes_drafter_has_that_drafter(path):
+    """The run that `checkpoint.start` names is a recipe's, of the same drafter and target; warm-up is the share of the steps that is said."""
+    recipe, _ = load_recipe([path])
+    began, _ = load_recipe([started_from(path)])
+    for section in ("drafter", "target", "validate", "bench"):
+        assert getattr(recipe, section) == getattr(began, section)
+    assert f"../{began.name}/data runs/{recipe.name}/data" in path.read_text()  # the link to its data folder
+    [share] = re.findall(r"warmup_steps: \d+ +# ([\d.]+)% of the steps", path.read_text())
+    assert recipe.optimizer.warmup_steps == round(float(share) / 100 * recipe.trainer["max_steps"] + 1e-9)
+
+
+@pytest.mark.parametrize(("method", "base"), [("dflash", "dflash"), ("eagle3", "eagle3-h100")])
+def test_the_control_of_an_on_policy_recipe_differs_in_what_it_learns_from_alone(method, base):
+    supervised, on_policy, control = (
+        load_recipe([ROOT / "recipes" / "smollm2-135m" / f"{name}.yaml"])[0]
+        for name in (base, f"{method}-opd", f"{method}-continue")
+    )
+    assert (on_policy.task, control.task) == ("on_policy", "distill")
+    assert on_policy.checkpoint.start == control.checkpoint.start == f"runs/{supervised.name}/checkpoints/best"
+    for name in ("lr", "betas", "weight_decay", "schedule", "final_lr_fraction"):
+        assert getattr(on_policy.optimizer, name) == getattr(control.optimizer, name), name
+    assert (control.objective, control.data) == (supervised.objective, supervised.data)
+    for name in ("tau_prompts", "tau_tokens", "drafts"):
+        assert getattr(on_policy.checkpoint, name) == getattr(control.checkpoint, name), name
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m/dflash-opd", "qwen3-8b/dflash-opd"])
+def test_draft_opd_writes_its_papers_objective_out(name):
+    """The defaults are the paper's, and the recipe says them, but for the memory that it takes."""
+    recipe, _ = load_recipe([ROOT / "recipes" / f"{name}.yaml"])
+    assert recipe.objective == OnPolicyDistillation(chunk=recipe.objective.chunk)
+    assert recipe.on_policy.replay == "rounds" and recipe.on_policy.temperature == 0.0 and recipe.optimizer.lr == 3e-4
 
 
 @pytest.mark.parametrize("path", HARDWARE, ids=lambda path: path.stem)
@@ -91,7 +135,7 @@ def configs(tmp_path_factory):
 
 
 def on_meta(path, configs):
-    recipe, _ = load_recipe([path], [("target.path", str(configs[path.parent.name]))])
+    recipe, _ = load_recipe([path], [("target.path", str(configs[path.parent.name])), ("checkpoint.start", "null")])
     target, reason = outline(recipe)
     assert target is not None, reason
     assert target.device.type == "meta"
@@ -170,6 +214,7 @@ def test_the_weights_of_the_8b_recipes_in_numbers(configs):
     # fc 5x4096^2 + 5 layers of (2x4096^2 + 2x4096x1024 + 3x4096xI + 2x4096 + 2x128) + 2x4096
     dflash = 83886080 + 5 * (33554432 + 8388608 + 8192 + 256) + 8192
     assert found["qwen3-8b/dflash"] == dflash + 5 * 150994944 == 1_048_626_432
+    assert found["qwen3-8b/dflash-opd"] == found["qwen3-8b/dflash"]
     assert found["llama3.1-8b/dflash"] == dflash + 5 * 176160768
     # DFlash's, and 2x256xV + (4096 + 256 + 1)
     assert found["qwen3-8b/dspark"] == 1_048_626_432 + 77_791_232 + 4353 == 1_126_422_017

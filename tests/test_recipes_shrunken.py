@@ -1,5 +1,5 @@
 """Every recipe on a shrunken copy of its target: trained for two steps, exported and read back by the commands; what its drafts lead to is
-plain decoding's answer.
+plain decoding's answer. One that begins from another recipe's drafter begins from that one's two steps, on its data.
 
 Drafter, objective, optimizer and trainer are the recipe's, and the target has its layers; only sizes are small.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from recipe_targets import REAL, RECIPES, save_target, shrunken
-from test_recipes import name_of
+from test_recipes import name_of, started_from
 from tiny_run import logged, make_run
 
 from data_prep.__main__ import main as data_prep
@@ -60,6 +60,10 @@ def smaller(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
         sizes["drafter.init_args.group"] = GROUP
     if recipe.objective.chunk:
         sizes["objective.init_args.chunk"] = CHUNK
+    if recipe.task == "on_policy":
+        counts = {"rollouts": 4, "every": 1, "batch": 2, "buffer": 4, "max_tokens": LIMIT, "slots": 2}
+        sizes |= {f"on_policy.{name}": value for name, value in counts.items()}
+        sizes["trainer.accumulate_grad_batches"] = 2
     return [(place, str(value)) for place, value in sizes.items()]
 
 
@@ -67,16 +71,37 @@ def smaller(recipe: Recipe, folder: Path) -> list[tuple[str, str]]:
 def trained(request, tmp_path, folders):
     """(flags of the commands, recipe, target, run folder) behind `drafttrain train`."""
     path: Path = request.param
-    changed = smaller(load_recipe([path])[0], folders[path.parent.name])
+    return two_steps(path, tmp_path, folders[path.parent.name])
+
+
+def two_steps(path: Path, runs: Path, target_folder: Path):
+    """As `trained` says."""
+    changed = smaller(load_recipe([path])[0], target_folder)
+    first = started_from(path)
+    if first is not None:
+        began = two_steps(first, runs, target_folder)[-1]
+        changed.append(("checkpoint.start", str(began / "checkpoints" / "best")))
     recipe, notes = load_recipe([path], changed)
     assert notes == []
     target = load_target(recipe.target, device="cpu")
-    taps = recipe.drafter.taps_of(target) if recipe.data.features == "stored" else None
-    make_run(tmp_path / recipe.name, target, features=taps)
-    flags = ["--config", str(path), "--runs", str(tmp_path)]
+    run = runs / recipe.name
+    if first is None:
+        make_run(run, target, features=recipe.drafter.taps_of(target) if recipe.data.features == "stored" else None)
+    else:
+        run.mkdir()
+        (run / "data").symlink_to(Path("..") / began.name / "data")
+    flags = ["--config", str(path), "--runs", str(runs)]
     flags += [part for place, value in changed for part in (f"--{place}", value)]
     assert main(["train", *flags]) == 0
-    return flags, recipe, target, tmp_path / recipe.name
+    return flags, recipe, target, run
+
+
+def beginning(recipe: Recipe, target, vocabulary) -> dict[str, torch.Tensor]:
+    """The weights before the first step."""
+    if recipe.checkpoint.start is not None:
+        return load_drafter(Path(recipe.checkpoint.start), target)[0].state_dict()
+    torch.manual_seed(recipe.data.seed)
+    return recipe.drafter.build(target, vocabulary).state_dict()
 
 
 def requests_for(target) -> list[Request]:
@@ -109,12 +134,14 @@ def test_two_steps_an_export_and_its_drafts(trained):
     flags, recipe, target, run = trained
     losses = logged(run)
     assert losses.keys() == {1, 2} and all(0 < loss < 100 for loss in losses.values())
-    net, record = load_drafter(run / "checkpoints" / "best", target)
-    assert record["facts"]["position"]["step"] == 2 and net.config == recipe.drafter
-    torch.manual_seed(recipe.data.seed)
-    fresh = recipe.drafter.build(target, net.vocabulary).state_dict()
-    still = [name for name, weight in net.state_dict().items() if torch.equal(weight, fresh[name])]
+    newest, record = load_drafter(run / "checkpoints" / "last_drafter", target)
+    assert record["facts"]["position"]["step"] == 2
+    before = beginning(recipe, target, newest.vocabulary)
+    still = [name for name, weight in newest.state_dict().items() if torch.equal(weight, before[name])]
     assert not still  # every weight learnt something
+    net, record = load_drafter(run / "checkpoints" / "best", target)
+    assert net.config == recipe.drafter
+    assert record["facts"]["position"]["step"] == 2
     ways = ways_of(Path(flags[1]), recipe)
     drafts = drafts_of(target, net, ways)
     assert sum(sum(accepted) for way in drafts for accepted in way.values()) > 0
