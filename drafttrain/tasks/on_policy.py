@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drafttrain.data.stream import MicroBatch, Share
 from drafttrain.drafters.base import DrafterNet
+from drafttrain.errors import UserError
 from drafttrain.losses import Objective
 from drafttrain.target.target import Target
 from drafttrain.tasks.distill import DistillTask, Position
@@ -28,6 +29,7 @@ from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal
 from drafttrain.tasks.teacher import plainly
 from drafttrain.tasks.weights import twin_of, whole_weights
+from drafttrain.tasks.window import scored_elements
 from drafttrain.types import Request
 
 
@@ -82,6 +84,18 @@ class OnPolicyTask(DistillTask):
 
     def transfer_batch_to_device(self, batch: Turn, device: torch.device, dataloader_idx: int) -> Turn:  # type: ignore[override]
         return batch
+
+    def close_window(self) -> dict[str, float]:
+        """As `DistillTask.close_window` says."""
+        assert self.window is not None
+        totals = self.window.totals()
+        if not scored_elements(totals):
+            raise UserError(
+                f"Step {self.position.step + 1} had nothing to learn from: its {self._replayer.plan.config.batch} rollouts have {totals['tokens']:.0f} "
+                f"tokens within data.length {self._replayer.length}, and {totals['dropped']:.0f} labels outside the draft vocabulary; raise "
+                "data.length, drafter.init_args.draft_vocab or on_policy.batch."
+            )
+        return super().close_window()
 
     def save_beside(self) -> None:
         refresh = self._replayer.plan.last_refresh(self.position.step)

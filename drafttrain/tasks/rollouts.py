@@ -4,14 +4,19 @@ A step of an on-policy run learns from one rollout of every lane (rollout_buffer
 prompts of its own lanes with its own copy of the drafter, by the engine that also validates it. Processes then wait for each other, so that
 they stay in step however long their answers are.
 
+The gradient of a step is that of its rollouts, however they are shared over processes, micro-batches and rows. What is drawn for a row is not:
+anchors of answers that are read as text (DFlash's `anchors`), and EAGLE's noise, are then other ones of the same distribution.
+
 Shapes: B packed rows, T tokens, N scored elements.
 """
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
@@ -76,6 +81,25 @@ class Roller:
         return list(self.engine.generate(prompts))
 
 
+PATIENCE = timedelta(days=30)
+
+
+class Meeting:
+    """Where ranks wait for the last one. The trainer's own groups would give up after half an hour, and NCCL would keep a GPU busy with waiting."""
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+
+    def prepare(self) -> None:
+        """Called on every rank while they are in step."""
+        if self._group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+
+    def wait(self) -> None:
+        if self._group is not None:
+            dist.barrier(self._group)
+
+
 class RolloutLog:
     """What is watched of rollouts since the last log, summed over all ranks when read."""
 
@@ -104,6 +128,7 @@ class RolloutLog:
         self._waiting += waited
 
     def learnt(self, staleness: float) -> None:
+        """A step: the mean age of all its rollouts, which every rank knows."""
         self._ages.append(staleness)
 
     def read(self, device: torch.device) -> dict[str, float]:
@@ -144,6 +169,7 @@ class Replayer:
         self.order = PromptOrder(len(prompts), plan.seed)
         self.buffer = RolloutBuffer(plan, share.rank, share.world)
         self.log = RolloutLog(roller.drafts)
+        self._meeting = Meeting()
         self._like: Features | None = None
         self._schedule: tuple[int, np.ndarray] | None = None
 
@@ -154,6 +180,7 @@ class Replayer:
     def refresh(self, step: int, weights: Mapping[str, Tensor], device: torch.device) -> None:
         """Answer the prompts that stand before this step. Called on every rank."""
         refresh = step // self.plan.config.every
+        self._meeting.prepare()
         _settle(device)
         began = time.monotonic()
         self.roller.take(weights)
@@ -162,7 +189,7 @@ class Replayer:
             self.buffer.add(number_of(rollout), rollout)
         _settle(device)
         done = time.monotonic()
-        all_reduce(torch.zeros(1, device=device)).item()
+        self._meeting.wait()
         self.log.rolled(rollouts, done - began, time.monotonic() - done)
 
     def window(self, step: int) -> list[MicroBatch]:
@@ -171,8 +198,9 @@ class Replayer:
         refresh, within = divmod(step, config.every)
         if self._schedule is None or self._schedule[0] != refresh:
             self._schedule = refresh, self.plan.schedule(refresh)
-        numbers = self._schedule[1][within, share.rank :: share.world]
-        self.log.learnt(self.plan.staleness(numbers.tolist(), step))
+        of_all = self._schedule[1][within]
+        self.log.learnt(self.plan.staleness(of_all.tolist(), step))
+        numbers = of_all[share.rank :: share.world]
         made = [self._micro(step, micro, part.tolist()) for micro, part in enumerate(np.array_split(numbers, share.accumulate))]
         counts: dict[str, float] = {"tokens": 0.0, "dropped": 0.0}
         for sequences, _, layout in made:

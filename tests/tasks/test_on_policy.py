@@ -1,32 +1,17 @@
 """On-policy training with the real engine: what must not change its numbers does not, and its rollouts are the target's own answers."""
 
-import lightning.pytorch as pl
 import pytest
 import torch
+from on_policy_forms import FORMS, SMALL, Stop, form_of, make_run
 from safetensors.torch import load_file
-from tiny_run import logged, ragged_chats, start, write_store
+from tiny_run import logged, start
 
-from drafttrain.drafters.dflash import DFlash
-from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
-from drafttrain.replay_loss import OnPolicyDistillation
-
-SMALL = {"rollouts": 8, "every": 2, "batch": 4, "buffer": 16, "max_tokens": 12, "slots": 4, "from_random": True}
-EAGLE = Eagle3(taps=[0, 2, 3], depth=3, draft_vocab=200)
-DFLASH = DFlash(block=4, layers=2, taps=[0, 2], mask_token=319, anchors=None)
-FORMS = {
-    "eagle3, rounds": (EAGLE, {"replay": "rounds"}, OnPolicyDistillation()),
-    "dflash, rounds": (DFLASH, {"replay": "rounds"}, OnPolicyDistillation()),
-    "eagle3, pooled, chunks": (EAGLE, {"replay": "rounds"}, OnPolicyDistillation(reduction="pooled", chunk=16)),
-    "eagle3, text": (EAGLE, {"replay": "text"}, {}),
-    "eagle3, first rejection": (EAGLE, {"replay": "first_rejection"}, {}),
-}
 
 
 @pytest.fixture(params=FORMS, ids=list(FORMS))
 def form(request):
-    drafter, on_policy, objective = FORMS[request.param]
-    return {"drafter": drafter, "on_policy": SMALL | on_policy, "objective": objective}
+    return form_of(request.param)
 
 
 @pytest.fixture
@@ -34,26 +19,8 @@ def llama(target_folders):
     return target_folders("llama")
 
 
-def make_run(folder, target):
-    """Chats without the last token, which stands for a masked one."""
-    write_store(folder / "data" / "train", ragged_chats(23, len(target.tokenizer) - 1), target.identity)
-    write_store(folder / "data" / "held_out", ragged_chats(4, len(target.tokenizer) - 1, seed=1, longest=16), target.identity)
-    return folder
-
-
 def weights(run):
     return load_file(run / "checkpoints" / "last_drafter" / "drafter.safetensors")
-
-
-class Stop(pl.Callback):
-    """Asks for a stop at the beginning of a micro-batch."""
-
-    def __init__(self, micro_batch):
-        self.micro_batch = micro_batch
-
-    def on_train_batch_start(self, trainer, task, batch, batch_idx):
-        if batch_idx == self.micro_batch:
-            task.stop.requested = True
 
 
 def test_accumulations_equal_one_batch(tmp_path, tiny_llama, llama, form):

@@ -1,0 +1,166 @@
+"""On-policy training in several processes: the numbers of one, in step however long answers are, and resumed by any number of processes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from on_policy_forms import FORMS, Stop, form_of, make_run, trouble
+from safetensors.torch import load_file
+from tiny_run import logged, start
+
+from drafttrain.tasks.checkpoints import find_last
+
+SCRIPT = Path(__file__).with_name("on_policy_process.py")
+WATCHED = "train/loss", "train/top1_depth_1", "rollout/tau", "rollout/staleness", "rollout/acceptance_depth_1", "tokens_seen"
+
+
+def run_of(folder, form, trouble_of=None, **changes) -> dict:
+    """What on_policy_process.py does once."""
+    with socket.socket() as s:
+        s.bind(("", 0))
+        port = s.getsockname()[1]
+    return {"folder": str(folder), "form": form, "port": port, "changes": changes, "trouble": trouble_of or {}}
+
+
+def launch(runs: list[dict], target, place: Path, ranks: int = 2, deepspeed_on_cpu: bool = False) -> subprocess.Popen:
+    """Starts processes that train these runs one after the other. They are ended after a while: a deadlock fails a test and does not hang it."""
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "runs.json").write_text(json.dumps(runs))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"DS_ACCELERATOR": "cpu"} if deepspeed_on_cpu else {}
+    process = subprocess.Popen(
+        [*torchrun, str(SCRIPT), str(target), str(place / "runs.json")],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+    )  # fmt: skip
+    watchdog = threading.Timer(300, process.terminate)
+    watchdog.daemon = True
+    watchdog.start()
+    return process
+
+
+def finish(process: subprocess.Popen) -> str:
+    said = process.stdout.read()
+    assert process.wait(60) == 0, said
+    return said
+
+
+def weights(run) -> dict[str, torch.Tensor]:
+    return load_file(run / "checkpoints" / "last_drafter" / "drafter.safetensors")
+
+
+def require_equal(found, wanted) -> None:
+    """Every number that is watched, at every step, and the weights. (float32 sums in another order, hence the tolerance.)"""
+    for name in WATCHED:
+        assert logged(found, name) == pytest.approx(logged(wanted, name), rel=1e-5, abs=1e-7), name
+    theirs = weights(wanted)
+    assert all(torch.allclose(value, theirs[name], rtol=1e-4, atol=1e-5) for name, value in weights(found).items())
+
+
+@pytest.fixture(scope="module")
+def llama(target_folders):
+    return target_folders("llama")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, targets, llama):
+    """(form, trouble) -> the run of one process, made when first asked for."""
+    made = {}
+
+    def run(form: str, **trouble_of):
+        name = json.dumps([form, trouble_of])
+        if name not in made:
+            made[name] = make_run(tmp_path_factory.mktemp("alone"), targets("llama"))
+            with trouble(0, **trouble_of):
+                start(made[name], llama, **form_of(form))
+        return made[name]
+
+    return run
+
+
+SHARED = "eagle3, rounds"
+LATE = {"uneven": [2], "slow": [1, 7.0]}
+HANDED_OVER = {1: "eagle3, rounds", 2: "dflash, rounds", 3: "eagle3, text"}
+"""Step behind which one process stopped, to be taken over by two: within, before and behind a refresh."""
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory, targets, llama):
+    """Whatever two processes train, in one go: name -> folder."""
+    place, tiny = tmp_path_factory.mktemp("pairs"), targets("llama")
+    names = [*((form, accumulate) for form in FORMS for accumulate in (1, 2)), "late", "told", *HANDED_OVER]
+    folders = {name: make_run(place / str(number), tiny) for number, name in enumerate(names)}
+    for step, form in HANDED_OVER.items():
+        start(folders[step], llama, trainer={"callbacks": [Stop(step - 1)]}, **form_of(form))
+    runs = [
+        run_of(folders[form, accumulate], form, trainer={"accumulate_grad_batches": accumulate, "strategy": "ddp"})
+        for form in FORMS
+        for accumulate in (1, 2)
+    ]
+    runs.append(run_of(folders["late"], SHARED, LATE, time_limit=5, trainer={}))
+    runs.append(run_of(folders["told"], SHARED, {"told": [1, 1]}, trainer={"strategy": "ddp"}))
+    runs += [run_of(folders[step], form, trainer={"strategy": "ddp"}) for step, form in HANDED_OVER.items()]
+    folders["said"] = finish(launch(runs, llama, place))
+    return folders
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_processes_equal_one(pairs, alone, form, accumulate):
+    require_equal(pairs[form, accumulate], alone(form))
+
+
+def test_a_rank_may_be_later_than_processes_wait_for_each_other(pairs, alone):
+    """Rank 1 has the longer answers, and takes 7 seconds more to give them, where the trainer's processes give up after 5."""
+    require_equal(pairs["late"], alone(SHARED, uneven=LATE["uneven"]))
+    assert logged(pairs["late"], "train/loss") != pytest.approx(logged(alone(SHARED), "train/loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("step", HANDED_OVER)
+def test_two_processes_go_on_from_one(pairs, alone, step):
+    require_equal(pairs[step], alone(HANDED_OVER[step]))
+    assert f"resuming from {pairs[step]}/checkpoints/last/step_{step:08d}" in pairs["said"]
+
+
+def test_a_signal_while_rank_1_answers_stops_both_behind_the_step_and_one_goes_on(pairs, alone, llama):
+    saved = find_last(pairs["told"] / "checkpoints")
+    assert saved.position.step == 3 and saved.share["world"] == 2, "the second refresh stands before the third step"
+    assert "stopped at step 3 of 4" in pairs["said"]
+    start(pairs["told"], llama, **form_of(SHARED))
+    require_equal(pairs["told"], alone(SHARED))
+
+
+def test_a_run_killed_while_rollouts_are_written_goes_on_from_the_checkpoint_before(tmp_path, targets, alone, llama):
+    run = make_run(tmp_path / "run", targets("llama"))
+    changes = {"trainer": {"strategy": "ddp"}, "checkpoint": {"every": 1}}
+    process = launch([run_of(run, SHARED, {"killed": [1, 1, 1]}, **changes)], llama, tmp_path)
+    said = process.stdout.read()
+    assert process.wait(60) == 1 and "SIGKILL" in said, said
+    assert find_last(run / "checkpoints").position.step == 2
+    newer = {path.name for path in (run / "checkpoints" / "rollouts" / "refresh_00000001").iterdir()}
+    assert "lane_00001.json" in newer and "lane_00003.safetensors" in newer and "lane_00003.json" not in newer
+    start(run, llama, **form_of(SHARED))
+    require_equal(run, alone(SHARED))
+    left = [path.name for path in (run / "checkpoints" / "rollouts").iterdir()]
+    assert left == ["refresh_00000001"]
+
+
+@pytest.fixture(scope="module")
+def fours(tmp_path_factory, targets, llama):
+    place = tmp_path_factory.mktemp("fours")
+    folders = {form: make_run(place / str(number), targets("llama")) for number, form in enumerate(FORMS)}
+    trainer = {"accumulate_grad_batches": 2, "strategy": "ddp"}
+    finish(launch([run_of(folder, form, trainer=trainer) for form, folder in folders.items()], llama, place, ranks=4))
+    return folders
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_micro_batches_without_a_rollout_change_nothing(fours, alone, form):
+    """Four rollouts a step for eight micro-batches: every rank's second one is empty."""
+    require_equal(fours[form], alone(form))
