@@ -142,11 +142,18 @@ def sections_help() -> str:
         elif isinstance(section.type, type) and section.name not in ("name", "task", "trainer"):
             texts.append(_class_help(section.type, section.name, section.name))
     for name, cls in choices(Divergence).items():
-        texts.append(_class_help(cls, "init_args", f"objective.init_args.divergences, an item of class_path: {name}"))
-    for name, cls in choices(PositionWeight).items():
         texts.append(
-            _class_help(cls, "objective.init_args.positions.init_args", f"objective.init_args.positions.class_path: {name}")
+            _class_help(cls, "init_args", f"objective.init_args.divergences (accepted, rejected), an item of class_path: {name}")
         )
+    for key in (
+        "positions",
+        "accepted_positions",
+        "rejected_positions",
+    ):  # of Distillation, and of the two streams of OnPolicyDistillation
+        for name, cls in choices(PositionWeight).items():
+            texts.append(
+                _class_help(cls, f"objective.init_args.{key}.init_args", f"objective.init_args.{key}.class_path: {name}")
+            )
     for name, cls in choices(PromptSource).items():
         texts.append(_class_help(cls, "init_args", f"prepare.prompts, an item of class_path: {name}"))
     for name, cls in choices(Engine).items():

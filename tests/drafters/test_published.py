@@ -285,7 +285,7 @@ PARALLEL = {
     "dflash, its own taps": DFlash(block=4, layers=2, mask_token=319, anchors=None),
     "dspark": DSpark(block=4, layers=2, taps=[0, 2], mask_token=319, anchors=None, rank=6),
     "dflash2": DFlash2(block=4, layers=2, mask_token=319, anchors=None),
-    "p-eagle": PEagle(taps=[0, 2, 3], depth=4, layers=2, mask_token=319),
+    "p-eagle": PEagle(taps=[0, 2, 3], depth=4, layers=2, mask_token=319, draft_vocab=200),
 }
 
 
