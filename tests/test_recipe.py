@@ -337,8 +337,9 @@ def test_name_becomes_a_folder(name, base):
 def test_help_shows_every_key_with_its_docstring():
     text = sections_help()
     for place in places(Recipe, "", BASES):
-        if place not in ("name", "trainer", "prepare.prompts") and not place.endswith("class_path"):
+        if place not in ("name", "task", "trainer", "prepare.prompts") and not place.endswith("class_path"):
             assert f"--{place} " in text, place
+    assert "task (str): distill or on_policy" in text
     assert "Peak learning rate." in text and "SelfPrompts" in text and "class_path: Eagle3" in text
     assert ".help" not in text
 

@@ -223,7 +223,7 @@ def require_taught(target: Target, net: DrafterNet, objective: Objective) -> Non
     untaught = {name.split(".")[0]: None for name in unreached(target, net, objective)}
     if untaught:
         raise UserError(
-            f"objective.init_args.divergences teaches nothing to {' and '.join(untaught)} of this {type(net.config).__name__}, which would be served "
+            f"the divergences of objective.init_args teach nothing to {' and '.join(untaught)} of this {type(net.config).__name__}, which would be served "
             "as it began; name what teaches it (Confidence a confidence_head, Selection a candidate_selector, SoftCrossEntropy any head of "
             "logits), or leave the part out where drafter.init_args can (confidence: false)."
         )

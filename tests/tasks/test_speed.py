@@ -5,7 +5,7 @@ import torch
 from tiny_run import logged, make_run, start
 from torch._dynamo.utils import counters
 
-from drafttrain.divergences import Divergence, TopKCrossEntropy
+from drafttrain.divergences import Confidence, Divergence, Selection, TopKCrossEntropy
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.losses import Distillation
 from drafttrain.position_weights import DPace, Exponential, ValidPrefix
@@ -52,7 +52,9 @@ def loss_and_gradients(net, score, target, seed):
     return {"loss": loss.detach(), **metrics} | {name: weight.grad.clone() for name, weight in net.named_parameters()}
 
 
-EVERY = [cls() for cls in choices(Divergence).values()]
+EVERY = [
+    cls() for cls in choices(Divergence).values() if cls not in (Confidence, Selection)
+]  # which teach heads that EAGLE-3 lacks
 OBJECTIVES = {
     "EAGLE-3": Distillation(),
     "all in chunks": Distillation(EVERY, DPace(), "drafts", chunk=80),
