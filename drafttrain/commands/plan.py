@@ -10,6 +10,7 @@ from torch import nn
 
 from data_prep.config import PrepareConfig
 from drafttrain.commands.plan_checks import refused_by_bench, require_room, unmeant
+from drafttrain.commands.plan_export import exported
 from drafttrain.commands.plan_start import filled, find_start
 from drafttrain.commands.plan_taught import taught
 from drafttrain.data.features import vector_bytes
@@ -151,10 +152,10 @@ def _disk(recipe: Recipe, store: TokenStore | None, target: Target, net: Drafter
     trained, state = _size(net), _optimizer(recipe, net)[1]
     lines = [f"parameters: {trained:,} trained, {_size(target.model):,} frozen in the target"]
     lines.append(f"disk, features: {_features(recipe, store, target, net)}")
-    export = trained * (2 if recipe.export.dtype == "bfloat16" else 4)
-    sizes = [human_bytes(count) for count in (4 * trained + state, 4 * trained, export)]
-    lines.append("disk, checkpoints: {} to resume, {} a drafter; export: {}".format(*sizes))
-    return lines
+    resume, drafter = human_bytes(4 * trained + state), human_bytes(4 * trained)
+    export, warnings = exported(target, net, recipe.export)
+    lines.append(f"disk, checkpoints: {resume} to resume, {drafter} a drafter; export: {export}")
+    return lines + warnings
 
 
 def _features(recipe: Recipe, store: TokenStore | None, target: Target, net: DrafterNet) -> str:
