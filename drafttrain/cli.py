@@ -30,6 +30,7 @@ COMMANDS = {
     "validate": "prove the export on held-out prompts: losslessness, acceptance, speed; writes report/",
     "bench": "time every method of drafting against plain decoding, by question category; writes report/bench/",
     "generate": "answer a --prompt, the tokens that the drafter guessed in colour",
+    "adapt": "answer --prompts and keep the drafter learning from them, guarded; goes on from where it was stopped",
     "trim": "cut a trained drafter's head down to --size tokens without training, as a run of its own",
     "plan": "print the resolved recipe and its arithmetic; starts nothing",
 }
@@ -142,7 +143,7 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     kind = TrimOptions if command == "trim" else Options
-    extra = {name: getattr(known, name) for name in ("prompt", "draft", "counts", "out") if hasattr(known, name)}
+    extra = {name: getattr(known, name) for name in ("prompt", "prompts", "draft", "counts", "out") if hasattr(known, name)}
     return recipe, kind(Run(known.runs / recipe.name), **extra)
 
 
@@ -158,6 +159,12 @@ def _options_parser(command: str, program: str) -> _Parser:
         parser.add_argument("--prompt", metavar="TEXT", help="what the user says")
     if command in ("generate", "bench"):
         parser.add_argument("--draft", type=Path, metavar="DIR", help="an export or a checkpoint, instead of the run's own")
+    if command == "adapt":
+        parser.add_argument("--prompts", metavar="FILE", help="a line of JSON each, with messages or prompt; - reads stdin")
+        parser.add_argument(
+            "--draft", type=Path, metavar="DIR", help="an export or a checkpoint to begin with, instead of the run's own"
+        )
+        parser.add_argument("--out", type=Path, metavar="FILE", help="where answers are added (default: stdout)")
     if command == "trim":
         parser.add_argument(
             "--size", metavar="SIZE", help="tokens, share to cover, or best (same as --drafter.init_args.draft_vocab)"

@@ -15,4 +15,8 @@ class Options:
     prompt: str | None = None
     """generate: the user's words."""
     draft: Path | None = None
-    """generate, bench: folder of a drafter or an export; None takes the run's own."""
+    """generate, bench, adapt: folder of a drafter or an export; None takes the run's own."""
+    prompts: str | None = None
+    """adapt: file of prompts, or - for stdin."""
+    out: Path | None = None
+    """adapt: file that answers are added to; None is stdout. (trim: see TrimOptions.)"""

@@ -31,6 +31,7 @@ from drafttrain.recipe_build import Builder, choices, places, plain
 from drafttrain.recipe_files import Written, read_all
 from drafttrain.replay_loss import OnPolicyDistillation
 from drafttrain.target.config import TargetConfig
+from drafttrain.tasks.adapt_config import AdaptConfig
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.optimizer import OptimizerConfig
@@ -76,6 +77,7 @@ class Recipe:
     task: str = "distill"
     """distill: learn from the stored answers. on_policy: from answers that the target gives with the drafter as it is, see on_policy."""
     on_policy: OnPolicyConfig = field(default_factory=OnPolicyConfig)
+    adapt: AdaptConfig = field(default_factory=AdaptConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
     trainer: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,131 @@
+"""`drafttrain adapt`: prompts in, answers out, a line of JSON each; and the drafter keeps learning from them (Online Speculative Decoding).
+
+Answers go to --out or stdout, everything else to stderr. TERM, Ctrl-C or the end of the prompts let the answers in hand be finished, save, and end
+with exit code 0.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TextIO
+
+from drafttrain.commands.drafts import load_draft
+from drafttrain.commands.prompt_stream import Lines, PromptStream
+from drafttrain.errors import UserError
+from drafttrain.export.card import MADE_FILE
+from drafttrain.files import RunLock
+from drafttrain.options import Options
+from drafttrain.recipe import Recipe
+from drafttrain.run import Run
+from drafttrain.target.load import load_target
+from drafttrain.tasks.adapt import Adapter, Answer
+from drafttrain.tasks.adapt_files import AdaptFiles
+from drafttrain.tasks.adapt_learner import AdaptSections
+from drafttrain.tasks.stop import StopSignal
+from drafttrain.topology import read_topology
+
+STDIN = "-"
+
+
+def run(recipe: Recipe, options: Options) -> None:
+    """Serve `options.prompts` and learn from them. Raises UserError."""
+    if not options.prompts:
+        raise UserError(
+            "adapt needs prompts: --prompts FILE with a line of JSON each, or --prompts - to read them from stdin as they come."
+        )
+    if (world := read_topology().world) > 1:
+        raise UserError(f"adapt serves in one process, but torchrun started {world}; start it with python -m drafttrain adapt.")
+    sections = AdaptSections(
+        adapt=recipe.adapt,
+        objective=recipe.objective,
+        optimizer=recipe.optimizer,
+        length=recipe.data.length,
+        seed=recipe.data.seed,
+        compile=recipe.speed.compile,
+        clip=recipe.trainer.get("gradient_clip_val"),
+    )
+    folder = options.run
+    with _opened(options.prompts) as handle, _written(options.out) as out, RunLock(folder.folder), StopSignal() as stop:
+        folder.record("adapt", recipe.plain())
+        _say(f"loading {recipe.target.path}")
+        target = load_target(recipe.target)
+        files = AdaptFiles(folder.checkpoints, folder.logs, _facts(recipe))
+        draft = _start(folder, files, options.draft)
+        adapter = Adapter(target, load_draft(draft, target), sections, files, stop, _say)
+        _say(f"adapting {draft}, {adapter.progress.updates} updates so far; answers go to {options.out or 'stdout'}")
+        prompts = PromptStream(Lines(handle, stop), target, recipe.adapt.max_tokens, adapter.roller.drafts, _say)
+        before = adapter.progress.prompts
+        adapter.serve(prompts, _writer(out))
+        done = adapter.progress
+        _say(f"{done.prompts - before:,} prompts answered; {done.updates:,} updates and {done.rollbacks:,} rollbacks so far")
+
+
+def _start(folder: Run, files: AdaptFiles, asked: Path | None) -> Path:
+    """The drafter to begin with: the newest one of an earlier start, else the one that was asked for, else the run's own. UserError if there is none."""
+    if files.state.exists():
+        if asked is not None:
+            _say(f"note: --draft {asked} is not read again: the run goes on from its own drafter")
+        return files.last_drafter
+    if asked is not None:
+        return asked
+    for place, sign in ((folder.best, "drafter.json"), (folder.export, MADE_FILE)):  # best is in fp32, an export may be rounded
+        if (place / sign).exists():
+            return place
+    raise UserError(
+        f"{folder.folder}/ has no drafter to begin with (checkpoints/best/ or export/): run train with this recipe first, or name one with --draft."
+    )
+
+
+def _facts(recipe: Recipe) -> dict[str, Any]:
+    """What a saved optimizer was made with, and cannot be changed under it (rates and warm-up can)."""
+    config = recipe.optimizer
+    by_muon = "AdamW alone" if config.muon_lr is None else "Muon beside AdamW"
+    return {"optimizer.betas": list(config.betas), "optimizer.weight_decay": config.weight_decay, "optimizer.muon_lr": by_muon}
+
+
+@contextmanager
+def _opened(place: str) -> Iterator[int]:
+    """File descriptor of the prompts."""
+    if place == STDIN:
+        yield sys.stdin.fileno()
+        return
+    try:
+        handle = os.open(place, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(
+            f"--prompts {place}: {(error.strerror or str(error)).lower()}; give a file of prompts, or - for stdin."
+        ) from None
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _written(place: Path | None) -> Iterator[TextIO]:
+    """Where answers go: behind those that are there."""
+    if place is None:
+        yield sys.stdout
+        return
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        file = place.open("a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--out {place}: {(error.strerror or str(error)).lower()}; give a file that can be written.") from None
+    with file:
+        yield file
+
+
+def _writer(out: TextIO) -> Callable[[Answer], None]:
+    def write(answer: Answer) -> None:
+        print(json.dumps(asdict(answer), ensure_ascii=False), file=out, flush=True)
+
+    return write
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,67 @@
+"""What the recipe says about a drafter that learns while it serves (`drafttrain adapt`). The parser reads this: no heavy imports."""
+
+import math
+from dataclasses import dataclass
+
+from drafttrain.errors import UserError
+from drafttrain.tasks.on_policy_config import OnPolicyConfig
+
+REPLAYS = ("first_rejection", "rounds")
+
+
+@dataclass(frozen=True)
+class AdaptConfig:
+    """Online Speculative Decoding (arXiv 2310.07177): how often the drafter learns from the prompts that it helps to answer, and what guards it.
+
+    Weights are kept and trained in fp32, and served in the type of the target. Of `trainer` only gradient_clip_val is used.
+    """
+
+    every: int = 8
+    """Answered prompts that an update learns from."""
+    steps: int = 1
+    """Optimizer steps of an update, all on the same answers."""
+    replay: str = "first_rejection"
+    """first_rejection: of every round only the place of the first rejected draft, where the target put its own token. rounds: all that the
+    objective scores of a round; with OnPolicyDistillation that is what was rejected too."""
+    max_tokens: int = 256
+    """Most tokens of an answer."""
+    drafts: int | None = None
+    """Draft tokens a round; null drafts as deep as the drafter was trained."""
+    temperature: float = 0.0
+    """At which the target answers; 0 is greedy."""
+    slots: int = 1
+    """Prompts answered at once, of those that have come; never more than the next update waits for."""
+    hold_out_every: int = 8
+    """Each so many-th prompt is answered, but never learnt from: held out for the guard."""
+    guard_prompts: int = 32
+    """The newest held-out prompts, on which the guard measures tau, greedily. A change of domain reaches all of them within
+    guard_prompts * hold_out_every prompts; until then the guard also keeps what was learnt of the domain before."""
+    guard_every: int = 16
+    """Updates between two measurements by the guard."""
+    fall: float = 0.05
+    """Share of tau, from 0 to below 1, that an update may lose against the last drafter that passed, on the same prompts; if it loses more,
+    weights and optimizer go back to that one."""
+
+    def __post_init__(self):
+        for name in ("every", "steps", "max_tokens", "slots", "guard_prompts", "guard_every"):
+            if getattr(self, name) < 1:
+                raise UserError(f"adapt.{name} is {getattr(self, name)}, but must be 1 or more.")
+        if self.hold_out_every < 2:
+            raise UserError(f"adapt.hold_out_every is {self.hold_out_every}, but must be 2 or more: the others are learnt from.")
+        if self.drafts is not None and self.drafts < 1:
+            raise UserError(
+                f"adapt.drafts is {self.drafts}, but must be 1 or more, or null to draft as deep as the drafter goes."
+            )
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"adapt.temperature is {self.temperature}, but must be 0 (greedy) or more.")
+        if not 0 <= self.fall < 1:
+            raise UserError(f"adapt.fall is {self.fall}, but is a share of tau: it must be 0 or more, and below 1.")
+        if self.replay not in REPLAYS:
+            raise UserError(f"adapt.replay is {self.replay!r}, but must be one of {', '.join(REPLAYS)}.")
+
+    @property
+    def rolling(self) -> OnPolicyConfig:
+        """How answers are made, in the words of on-policy training."""
+        return OnPolicyConfig(
+            max_tokens=self.max_tokens, drafts=self.drafts, temperature=self.temperature, slots=self.slots, replay="rounds"
+        )
