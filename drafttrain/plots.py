@@ -144,6 +144,23 @@ def curves(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, y_l
     return figure
 
 
+def tau_over_time(groups: Mapping[str, Sequence[Sequence[tuple[float, float]]]], x_label: str) -> Figure:
+    """tau on held-out prompts by time: a colour for each name, and below it a line through the (time, tau) points of each of its runs."""
+    figure, (axes,) = _figure(1, width=6.5, height=3.6)
+    for index, (name, runs) in enumerate(groups.items()):
+        label = name if len(runs) == 1 else f"{name} ({len(runs)} runs)"
+        for number, points in enumerate(runs):
+            x, y = zip(*points, strict=True)
+            shade = PALETTE[index % len(PALETTE)]
+            axes.plot(x, y, color=shade, linewidth=1.4, marker="o", markersize=3, label=None if number else label)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(lambda value, _: short_number(value))
+    axes.set_xlabel(x_label)
+    axes.set_ylabel("tau on held-out prompts")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
 def bars(values: Mapping[str, float]) -> Figure:
     """Horizontal bars in the order given, each with its number."""
     figure, (axes,) = _figure(1, width=7.0, height=0.9 + 0.34 * max(len(values), 1))

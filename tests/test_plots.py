@@ -16,6 +16,7 @@ from drafttrain.plots import (
     png,
     short_number,
     tau_by_method,
+    tau_over_time,
     training_curve,
 )
 
@@ -84,3 +85,14 @@ def test_plain_figures_hold_their_numbers():
     assert axes.lines[0].get_ydata().tolist() == [0.5, 0.75] and axes.get_xscale() == "log"
     (axes,) = bars({"why": 3, "because": 1}).axes
     assert [bar.get_width() for bar in axes.patches] == [3, 1] and png(bars({}))
+
+
+def test_tau_over_time_draws_a_line_for_each_run_and_a_colour_for_each_name():
+    groups = {"control": [[(0, 2.0), (10, 2.1)], [(0, 2.0), (12, 2.2)]], "opd": [[(0, 2.0), (11, 2.4)]]}
+    (axes,) = tau_over_time(groups, "GPU-seconds").axes
+    assert [line.get_xydata().tolist() for line in axes.lines] == [
+        [list(p) for p in run] for runs in groups.values() for run in runs
+    ]
+    first, second, third = (line.get_color() for line in axes.lines)
+    assert first == second != third and axes.get_xlim()[0] == 0 and axes.get_xlabel() == "GPU-seconds"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["control (2 runs)", "opd"]

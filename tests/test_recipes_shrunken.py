@@ -81,6 +81,7 @@ def two_steps(path: Path, runs: Path, target_folder: Path):
     if first is not None:
         began = two_steps(first, runs, target_folder)[-1]
         changed.append(("checkpoint.start", str(began / "checkpoints" / "best")))
+        changed.append(("checkpoint.tau_prompts", "0"))  # the newest is the best one, also where two steps made it no better
     recipe, notes = load_recipe([path], changed)
     assert notes == []
     target = load_target(recipe.target, device="cpu")

@@ -3,6 +3,9 @@
 One callback rather than five, because the order matters: nothing is saved before the loss was seen to be finite, the step that
 ends a run is measured before it is saved, and a stop that the ranks agreed on at the beginning of the window is obeyed behind its
 save.
+
+A drafter that was trained before is measured before the first step too: a curve of tau begins where it began, and where nothing better
+comes of it, checkpoints/best is what it was. What is logged is listed in docs/metrics.md.
 """
 
 import time
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from drafttrain.data.stream import MicroBatch
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
@@ -19,14 +23,14 @@ from drafttrain.drafters.save import save_drafter
 from drafttrain.files import explain_full_disk
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.checkpoints import save_state
-from drafttrain.tasks.distill import DistillTask
+from drafttrain.tasks.distill import DistillTask, Position
 from drafttrain.tasks.held_out import HeldOut, measure
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turn
 from drafttrain.tasks.weights import whole_net
 from drafttrain.types import Request
 
-AS_THEY_ARE = "lr", "tokens_per_second", "tokens_seen", "seconds"
+AS_THEY_ARE = "lr", "tokens_per_second", "tokens_seen", "seconds", "gpu_seconds"
 """Columns of the log that do not begin with train/."""
 
 
@@ -52,6 +56,8 @@ class Conductor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
         assert isinstance(task, DistillTask)
+        if self.run.held_out and self.run.config.start is not None and not task.position.step:
+            self._measure(trainer, task)
         task.start_clock()
 
     def on_train_batch_end(
@@ -73,9 +79,7 @@ class Conductor(pl.Callback):
             self._log(trainer, task)
         began = time.monotonic()
         if measuring:
-            if not ended:  # behind the last step the reporter says it, together with what else is done then
-                self.reporter.say(f"step {step}: measuring tau on {len(self.run.held_out)} held-out prompts")
-            self._measure(trainer, task)
+            self._measure(trainer, task, announced=ended)  # the reporter announces what is done behind the last step
         if saving:
             self._save(trainer, task, ended)
         task.skip_time(time.monotonic() - began)
@@ -87,17 +91,19 @@ class Conductor(pl.Callback):
         step = task.position.step
         means = task.meter.read()
         task.position.seconds += means["seconds"]
-        means |= {"lr": task.lr(step - 1), "tokens_seen": float(task.position.tokens), "seconds": task.position.seconds}
-        means |= task.watched()
+        means |= {"lr": task.lr(step - 1)} | spent(task.position, trainer.world_size, task.device) | task.watched()
         names = {name: name if name in AS_THEY_ARE or "/" in name else f"train/{name}" for name in means}
         _to_loggers(trainer, {names[name]: value for name, value in means.items()}, step)
         self.reporter.metrics(step, means)
 
-    def _measure(self, trainer: pl.Trainer, task: DistillTask) -> None:
+    def _measure(self, trainer: pl.Trainer, task: DistillTask, announced: bool = False) -> None:
         """tau on the held-out prompts; the drafter is kept as checkpoints/best if none was better."""
+        if not announced:
+            self.reporter.say(f"step {task.position.step}: measuring tau on {len(self.run.held_out)} held-out prompts")
         net = whole_net(trainer, task.net, self.run.build)
         found = measure(task.target, net, self.run.held_out, self.run.config, trainer.global_rank, trainer.world_size)
-        _to_loggers(trainer, found.metrics(), task.position.step)
+        beside = spent(task.position, trainer.world_size, task.device)  # in one row, so that tau can be drawn over them
+        _to_loggers(trainer, found.metrics() | beside, task.position.step)
         best = task.position.best_tau is None or found.tau > task.position.best_tau
         depths = " ".join(f"{value:.2f}" for value in found.acceptance_by_depth)
         self.reporter.say(
@@ -124,6 +130,12 @@ class Conductor(pl.Callback):
             with explain_full_disk(self.run.checkpoints, "the drafter before this one is whole and kept."):
                 save_drafter(self.run.checkpoints / name, net, self.run.drafter, task.target.identity, facts)
         trainer.strategy.barrier(f"checkpoints/{name}")
+
+
+def spent(position: Position, world: int, device: torch.device) -> dict[str, float]:
+    """What training took up to the last log. On GPUs `gpu_seconds` is the wall time times the processes, each of which has one."""
+    found = {"tokens_seen": float(position.tokens), "seconds": position.seconds}
+    return found | ({"gpu_seconds": world * position.seconds} if device.type == "cuda" else {})
 
 
 def _to_loggers(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:

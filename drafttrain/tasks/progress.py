@@ -1,4 +1,7 @@
-"""What a person sees while it trains: a bar on a terminal, one plain line per log interval elsewhere. Rank 0 only."""
+"""What a person sees while it trains: a bar on a terminal, one plain line per log interval elsewhere. Rank 0 only.
+
+docs/metrics.md says what the numbers are, and what else is logged.
+"""
 
 import sys
 import time
@@ -6,11 +9,25 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+PHASES = "rollout", "train", "sync"
+"""What the time of an on-policy run goes into."""
+
 
 def describe(metrics: dict[str, float]) -> str:
-    """`loss 3.214  accepts 0.41 0.28 0.20  1,234 tokens/s  lr 5.0e-04`"""
-    top1 = " ".join(f"{value:.2f}" for name, value in sorted(metrics.items()) if name.startswith("top1_depth_"))
-    return f"loss {metrics['loss']:.3f}  accepts {top1}  {metrics['tokens_per_second']:,.0f} tokens/s  lr {metrics['lr']:.1e}"
+    """`loss 3.214  accepts 0.41 0.28 0.20  1,234 tokens/s  lr 5.0e-04`, and on policy
+
+    `loss 0.512 (accepted 0.401, rejected 0.622)  rollout tau 2.413  staleness 3.5 steps  time 41% rollout, 57% train, 2% sync  ...`
+    """
+    streams = ", ".join(f"{name} {metrics[f'loss_{name}']:.3f}" for name in ("accepted", "rejected") if f"loss_{name}" in metrics)
+    parts = [f"loss {metrics['loss']:.3f}{f' ({streams})' if streams else ''}"]
+    if top1 := sorted((int(name.rpartition("_")[2]), value) for name, value in metrics.items() if name.startswith("top1_depth_")):
+        parts.append(f"accepts {' '.join(f'{value:.2f}' for _, value in top1)}")
+    if "rollout/tau" in metrics:  # not where nothing was answered since the last line
+        parts.append(f"rollout tau {metrics['rollout/tau']:.3f}")
+    if "rollout/staleness" in metrics:
+        parts.append(f"staleness {metrics['rollout/staleness']:.1f} steps")
+        parts.append("time " + ", ".join(f"{metrics['time/' + name]:.0%} {name}" for name in PHASES))
+    return "  ".join([*parts, f"{metrics['tokens_per_second']:,.0f} tokens/s", f"lr {metrics['lr']:.1e}"])
 
 
 class Reporter:
