@@ -1,0 +1,268 @@
+"""`drafttrain adapt` from the outside: lines of prompts in, lines of answers out, bad ones said, stopped and started again."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from drafttrain.cli import main
+from drafttrain.commands.prompt_stream import Lines, PromptStream
+from drafttrain.decoding.engine import generate
+from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.save import load_drafter, save_drafter
+from drafttrain.tasks.stop import StopSignal
+from drafttrain.types import Request
+from drafttrain.vocab import DraftVocabulary
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def recipe_text(target: Path) -> str:
+    return f"""\
+name: tiny
+target: {{path: {target}}}
+prepare: {{prompts: [{{class_path: JsonlPrompts, init_args: {{path: none.jsonl}}}}]}}
+drafter: {{class_path: Eagle3, init_args: {{taps: [0, 2, 3], depth: 3}}}}
+objective: {{class_path: Distillation}}
+adapt: {{every: 2, max_tokens: 8, hold_out_every: 3, guard_every: 2, guard_prompts: 4, fall: 0.9}}
+data: {{length: 128}}
+optimizer: {{lr: 1e-3, warmup_steps: 1, schedule: constant}}
+checkpoint: {{}}
+trainer: {{max_steps: 2, gradient_clip_val: 1.0}}
+export: {{}}
+validate: {{drafts: 3}}
+"""
+
+
+@pytest.fixture
+def made(tiny_llama, target_folders, tmp_path):
+    """(flags of the command, run folder) with a drafter as training leaves it."""
+    recipe, run = tmp_path / "recipe.yaml", tmp_path / "runs" / "tiny"
+    recipe.write_text(recipe_text(target_folders("llama")))
+    config = Eagle3(taps=[0, 2, 3], depth=3)
+    torch.manual_seed(0)
+    net = config.build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
+    save_drafter(run / "checkpoints" / "best", net, config, tiny_llama.identity, {"position": {"step": 3}})
+    return ["--config", str(recipe), "--runs", str(tmp_path / "runs")], run
+
+
+def rows(count: int, first: int = 0) -> list[dict]:
+    return [{"messages": [{"role": "user", "content": f"what is {i} plus {7 * i % 13}"}]} for i in range(first, first + count)]
+
+
+def plain(target, rows: list[dict], limit: int = 8) -> list[list[int]]:
+    requests = [Request(str(i), tuple(target.render(row["messages"])), limit) for i, row in enumerate(rows)]
+    found = {rollout.key: rollout.answer.tolist() for rollout in generate(target, requests)}
+    return [found[request.key] for request in requests]
+
+
+def written(path: Path, lines: list) -> str:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return str(path)
+
+
+def answers_of(text: str) -> list[dict]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_file_is_answered_in_order_and_learnt_from(made, tiny_llama, tmp_path, capsys):
+    flags, run = made
+    given = rows(11)
+    assert main(["adapt", *flags, "--prompts", written(tmp_path / "p.jsonl", given)]) == 0
+    out, err = capsys.readouterr()
+    answers = answers_of(out)
+    assert [answer["tokens"] for answer in answers] == plain(tiny_llama, given)
+    assert [answer["id"] for answer in answers] == [str(number) for number in range(1, 12)]
+    assert answers[0].keys() == {"id", "text", "tokens", "tau", "update"}
+    assert answers[0]["update"] == 0 and answers[-1]["update"] > 0
+    assert "11 prompts answered; 4 updates and 0 rollbacks so far" in err
+    assert "step,prompts,tokens_seen,lr,train/loss" in (run / "logs" / "version_0" / "metrics.csv").read_text()
+    assert json.loads((run / "versions.json").read_text()).keys() == {"adapt"}
+    assert load_drafter(run / "checkpoints" / "best", tiny_llama)[1]["facts"]["adapted"]["updates"] == 4
+    assert main(["export", *flags]) == 0  # what was adapted is found
+
+
+def test_started_again_it_goes_on(made, tmp_path, capsys):
+    flags, run = made
+    prompts, out = written(tmp_path / "p.jsonl", rows(7)), tmp_path / "new" / "answers.jsonl"
+    command = ["adapt", *flags, "--prompts", prompts, "--out", str(out)]
+    assert main(command) == 0
+    before = answers_of(out.read_text())
+    assert len(before) == 7 and capsys.readouterr().out == ""
+    assert main([*command, "--draft", str(run / "checkpoints" / "best"), "--optimizer.lr", "1e-4"]) == 0
+    err = capsys.readouterr().err
+    assert "last_drafter, 2 updates so far" in err and "is not read again" in err
+    answers = answers_of(out.read_text())
+    assert answers[:7] == before and [answer["tokens"] for answer in answers[7:]] == [answer["tokens"] for answer in before]
+    assert answers[7]["update"] == 2 and {path.name for path in (run / "logs").iterdir()} == {"version_0", "version_1"}
+    assert main([*command, "--optimizer.weight_decay", "0.1"]) == 2
+    assert "optimizer.weight_decay: 0.0 before, 0.1 now" in capsys.readouterr().err
+
+
+def test_a_named_drafter_begins(made, tmp_path, capsys):
+    flags, run = made
+    elsewhere = tmp_path / "elsewhere"
+    (run / "checkpoints" / "best").rename(elsewhere)
+    prompts = written(tmp_path / "p.jsonl", rows(2))
+    assert main(["adapt", *flags, "--prompts", prompts]) == 2
+    assert "has no drafter to begin with" in capsys.readouterr().err
+    assert main(["adapt", *flags, "--prompts", prompts, "--draft", str(elsewhere)]) == 0
+    assert (run / "checkpoints" / "best" / "drafter.json").exists()  # no update yet: the one it began with
+
+
+GOOD = {"prompt": "hello there", "id": "mine"}
+BAD = [
+    ("{", "it is not JSON"),
+    ("[1]", "it is no object with keys"),
+    ({"text": "x"}, "it has neither messages nor a prompt"),
+    ({"messages": []}, "it has neither messages nor a prompt"),
+    ({"prompt": ""}, "an empty prompt"),
+    ({"prompt": 3}, "a prompt that is not text"),
+    (
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]},
+        "its last message is the assistant's",
+    ),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "unknown role 'robot'"),
+    ({"messages": ["x"]}, "a message without a role"),
+    ({"prompt": "x", "id": 1.5}, "its id is neither text nor a whole number"),
+    ({"prompt": "word " * 600}, "leave no room for 8 more within the target's 512 positions"),
+    ({"prompt": "x" * (9 << 20)}, "it is longer than 8 MiB"),
+]
+
+
+def test_bad_lines_are_said_and_left_out(made, tiny_llama, tmp_path, capsys):
+    """A blank line is nothing, and the last one needs no line break."""
+    flags, _ = made
+    lines = ["", *(line for line, _ in BAD), "  ", GOOD]
+    path = Path(written(tmp_path / "p.jsonl", lines))
+    path.write_text(path.read_text().rstrip("\n"))
+    assert main(["adapt", *flags, "--prompts", str(path)]) == 0
+    out, err = capsys.readouterr()
+    said = [line for line in err.splitlines() if "left out" in line]
+    assert len(said) == len(BAD)
+    for number, (line, (_, words)) in enumerate(zip(said, BAD, strict=True), 2):
+        assert line.startswith(f"line {number} of the prompts is left out: ") and words in line and line.endswith("."), line
+    [answer] = answers_of(out)
+    assert (
+        answer["id"] == "mine"
+        and answer["tokens"] == plain(tiny_llama, [{"messages": [{"role": "user", "content": "hello there"}]}])[0]
+    )
+
+
+def test_no_prompts_change_nothing(made, tmp_path, capsys):
+    flags, run = made
+    assert main(["adapt", *flags, "--prompts", written(tmp_path / "p.jsonl", [])]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "0 prompts answered; 0 updates" in err
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["best"]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ([], "adapt needs prompts: --prompts FILE"),
+        (["--prompts", "none.jsonl"], "--prompts none.jsonl: no such file or directory"),
+        (["--prompts", "-", "--optimizer.schedule", "cosine"], "set it to constant"),
+        (["--prompts", "-", "--out", "/proc/none/x"], "--out /proc/none/x: "),
+        (["--prompts", "-", "--adapt.fall", "2"], "adapt.fall is 2"),
+    ],
+)
+def test_what_is_refused(made, capsys, monkeypatch, more, words):
+    with open(os.devnull) as nothing:
+        monkeypatch.setattr("sys.stdin", nothing)
+        assert main(["adapt", *made[0], *more]) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.startswith("error: ")
+
+
+def test_several_processes_are_refused(made, capsys, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["adapt", *made[0], "--prompts", "none.jsonl"]) == 2
+    assert "torchrun started 2" in capsys.readouterr().err
+
+
+def test_lines_that_come_late_are_waited_for_and_a_stop_ends_the_wait(made, tiny_llama):
+    """As a service: each line is answered before the next is sent; TERM saves and is a good end, while the pipe stays open."""
+    flags, run = made
+    program = "import sys; from drafttrain.cli import main; code = main(sys.argv[1:]); print('modules', *{name.split('.')[0] for name in sys.modules}, file=sys.stderr); sys.exit(code)"
+    command = [sys.executable, "-c", program, "adapt", *flags, "--prompts", "-"]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+    try:
+        given, answers = rows(6), []
+        for row in given:
+            process.stdin.write(json.dumps(row) + "\n")
+            process.stdin.flush()
+            assert select.select([process.stdout], [], [], 60)[0]
+            answers.append(json.loads(process.stdout.readline()))
+        assert [answer["tokens"] for answer in answers] == plain(tiny_llama, given)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+    err = process.stderr.read()
+    assert "6 prompts answered; 2 updates" in err
+    assert not {"lightning", "deepspeed", "datasets"} & set(err.rpartition("modules ")[2].split())
+    state = torch.load(run / "checkpoints" / "adapted.pt", weights_only=True)
+    assert state["progress"]["prompts"] == 6 and state["progress"]["updates"] == 2
+
+
+# ---- the stream ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipe(tiny_llama):
+    """(stream, where to write, what it said, stop)"""
+    reader, writer = os.pipe()
+    stop, said = StopSignal(), []
+    yield PromptStream(Lines(reader, stop), tiny_llama, 8, 3, said.append), writer, said, stop
+    os.close(reader)
+
+
+def line(text: str) -> bytes:
+    return json.dumps({"prompt": text}).encode() + b"\n"
+
+
+def test_what_has_come_is_taken_and_no_more(pipe, tiny_llama):
+    stream, writer, said, stop = pipe
+    os.write(writer, line("one") + b"{\n" + line("two")[:-4])
+    began = time.monotonic()
+    assert [request.key for request in stream.take(8)] == ["1"]  # the half of a line is not waited for where there is one
+    assert time.monotonic() - began < 2 and said and said[0].startswith("line 2 of the prompts")
+    os.write(writer, line("two")[-4:] + line("three") + line("four"))
+    found = stream.take(2)
+    assert [request.key for request in found] == ["3", "4"]
+    assert found[0].ids == tuple(tiny_llama.render([{"role": "user", "content": "two"}]))
+    os.write(writer, line("five").rstrip())
+    os.close(writer)
+    assert [request.key for request in stream.take(8)] == ["5", "6"] and stream.take(8) == []
+
+
+def test_a_stop_is_obeyed_before_the_next_line(pipe):
+    stream, writer, _, stop = pipe
+    os.write(writer, line("one") + line("two"))
+    assert len(stream.take(1)) == 1
+    stop.requested = True
+    assert stream.take(1) == []
+    os.close(writer)
+
+
+def test_chats_keep_their_answers(pipe, tiny_llama):
+    """The earlier answers of a chat are context, whoever gave them."""
+    stream, writer, _, _ = pipe
+    chat = [
+        {"role": "system", "content": "be short"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+        {"role": "user", "content": "c"},
+    ]  # fmt: skip
+    os.write(writer, json.dumps({"messages": chat}).encode() + b"\n")
+    os.close(writer)
+    [request] = stream.take(4)
+    assert request.ids == tuple(tiny_llama.render(chat)) and request.limit == 8
