@@ -8,7 +8,10 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import lightning.pytorch as pl
+import torch
+from tiny import build_target_folder
 from tiny_run import ragged_chats, write_store
+from transformers import AutoModelForCausalLM
 
 from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.eagle3 import Eagle3
@@ -30,12 +33,24 @@ FORMS = {
 def form_of(name: str) -> dict:
     """The sections of a form, as `tiny_run.start` takes them."""
     drafter, on_policy, objective = FORMS[name]
-    return {"drafter": drafter, "on_policy": SMALL | on_policy, "objective": objective}
+    return {"drafter": drafter, "on_policy": SMALL | on_policy, "objective": objective, "optimizer": {"lr": 1e-2}}
 
 
-def make_run(folder, target):
+def build_easy_target(folder):
+    """A tiny target that mostly says one of eight tokens, so that a drafter which has learnt for a few steps has some of its drafts accepted."""
+    build_target_folder("llama", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight[100:108] *= 4
+    model.save_pretrained(folder)
+    return folder
+
+
+def make_run(folder, target, shortest_prompt: int = 1):
     """Chats without the last token, which stands for a masked one."""
-    write_store(folder / "data" / "train", ragged_chats(23, len(target.tokenizer) - 1), target.identity)
+    chats = ragged_chats(23, len(target.tokenizer) - 1)
+    chats = [chat for chat in chats if not chat.supervised[:shortest_prompt].any()]
+    write_store(folder / "data" / "train", chats, target.identity)
     write_store(folder / "data" / "held_out", ragged_chats(4, len(target.tokenizer) - 1, seed=1, longest=16), target.identity)
     return folder
 
@@ -72,11 +87,13 @@ def uneven(rank: int, short: int):
 
 
 def slow(rank: int, who: int, seconds: float):
-    """One rank takes so much longer to answer."""
-    answer = rollouts.Roller.answer
+    """One rank takes so much longer to answer for the first time."""
+    answer, seen = rollouts.Roller.answer, []
 
     def late(self, prompts):
-        time.sleep(seconds if rank == who else 0)
+        if rank == who and not seen:
+            time.sleep(seconds)
+        seen.append(None)
         return answer(self, prompts)
 
     return patch.object(rollouts.Roller, "answer", late)
