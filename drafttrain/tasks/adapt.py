@@ -230,8 +230,8 @@ class Adapter:
         """All that starting again needs, and the drafter as it is."""
         passed = self.guard.passed
         now = passed if self.progress.checked == self.progress.updates else self.learner.learnt()
+        self._save_drafter(self.files.last_drafter, now)  # first, since the state is of no use without a drafter of its shape
         self.files.save(AdaptState(self.progress, now, passed, list(self.guard.held_out)))
-        self._save_drafter(self.files.last_drafter, now)
 
     def _save_best(self) -> None:
         """The drafter that passed, where other commands look for one."""
