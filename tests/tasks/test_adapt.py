@@ -370,27 +370,6 @@ def test_a_damaged_state_and_other_settings_are_refused(domains, tmp_path):
 # ---- what is refused -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("every", 0),
-        ("steps", 0),
-        ("slots", 0),
-        ("max_tokens", 0),
-        ("guard_prompts", 0),
-        ("guard_every", 0),
-        ("hold_out_every", 1),
-        ("drafts", 0),
-        ("temperature", -1.0),
-        ("fall", 1.0),
-        ("replay", "text"),
-    ],
-)
-def test_config_refuses_nonsense(key, value):
-    with pytest.raises(UserError, match=rf"adapt\.{key} is "):
-        AdaptConfig(**{key: value})
-
-
 def test_what_has_no_end_or_nothing_to_learn_is_refused(domains, tmp_path):
     optimizer = OptimizerConfig()
     with pytest.raises(UserError, match="optimizer.schedule is cosine.*set it to constant"):
