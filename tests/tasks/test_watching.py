@@ -5,6 +5,7 @@ Curves are compared with numbers worked out by hand, columns with docs/metrics.m
 
 import csv
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.replay_loss import OnPolicyDistillation
+from drafttrain.tasks import conductor
 from drafttrain.tasks.conductor import spent
 from drafttrain.tasks.distill import Position
 from drafttrain.tasks.progress import describe
@@ -114,11 +116,24 @@ def test_a_drafter_trained_before_is_measured_before_the_first_step(tmp_path, ti
     assert logged(runs["rounds"], "held_out/tau").keys() == {2, 4, 5}  # begun from random weights
 
 
-def test_a_run_that_goes_on_does_not_measure_its_start_again(tmp_path, tiny_llama, target_folders, runs):
+def test_what_measuring_takes_is_in_no_time(tmp_path, tiny_llama, target_folders, runs, monkeypatch):
+    """By a clock that an hour passes on with every measurement."""
+    real, hours, done = time.monotonic, [], conductor.measure
+    monkeypatch.setattr(time, "monotonic", lambda: real() + 3600 * len(hours))
+    monkeypatch.setattr(conductor, "measure", lambda *given: hours.append(1) or done(*given))
+    run, on_policy = make_run(tmp_path / "run", tiny_llama), SMALL | {"from_random": False}
+    begin = MEASURED | {"start": str(runs["rounds"] / "checkpoints" / "best")}
+    start(run, target_folders("llama"), drafter=DRAFTER, checkpoint=begin, on_policy=on_policy, objective=TWO_EACH)
+    assert len(hours) == 3 and max(logged(run, "seconds").values()) < 3600
+    assert logged(run, "time/rollout")[3] > 0.001  # behind the measurement of step 2
+
+
+def test_a_run_that_goes_on_does_not_measure_its_start_again(tmp_path, tiny_llama, target_folders, runs, capsys):
     run = make_run(tmp_path / "run", tiny_llama)
     begin = {"drafter": DRAFTER, "checkpoint": MEASURED | {"start": str(runs["rounds"] / "checkpoints" / "best")}}
     for steps in (2, 4):
         start(run, target_folders("llama"), trainer={"max_steps": steps}, **begin)
+    assert re.findall(r"^step (\d): held-out tau", capsys.readouterr().out, re.M) == ["0", "2", "4"]
     taken = [curves.read(run).points, logged(run, "held_out/tau")]
     assert list(taken[1]) == [0, 2, 4] and [tau for _, tau in taken[0]] == list(taken[1].values())
     assert [time for time, _ in taken[0]] == sorted(time for time, _ in taken[0])
@@ -161,7 +176,11 @@ HEAD = "step,gpu_seconds,seconds,held_out/tau,train/loss\n"
 
 
 def test_a_curve_is_read_over_starts_and_without_what_a_crash_undid(tmp_path):
-    run = write(tmp_path / "a-seed12", 2, HEAD + "0,0.0,0.0,2.0,\n10,40,20,,3.0\n10,40,20,2.2,\n20,80,40,,3.0\n20,80,40,2.5,\n")
+    run = write(
+        tmp_path / "a-seed12",
+        2,
+        HEAD + "0,0.0,0.0,2.0,\n10,40,20,,3.0\n10,40,20,2.2,\n20,80,40,,3.0\n20,80,40,2.5,\n25,99,49,2.9,\n",
+    )
     write(run, 10, HEAD + "20,84,42,,3.0\n20,,,2.4,\n30,120,60,2.6,\n")
     assert curves.read(run) == curves.Curve("a", "gpu_seconds", [(0, 2.0), (40, 2.2), (84, 2.4), (120, 2.6)])
 
@@ -169,9 +188,9 @@ def test_a_curve_is_read_over_starts_and_without_what_a_crash_undid(tmp_path):
 def test_tau_between_measurements_is_on_a_straight_line():
     points = [(0.0, 1.0), (10.0, 2.0), (10.0, 2.5), (40.0, 4.0), (50.0, 3.5)]
     curve = curves.Curve("a", "seconds", points)
-    for time in np.linspace(0, 50, 41):
-        if time != 10:
-            assert curve.at(time) == pytest.approx(np.interp(time, *zip(*points, strict=True)))
+    for moment in np.linspace(0, 50, 41):
+        if moment != 10:
+            assert curve.at(moment) == pytest.approx(np.interp(moment, *zip(*points, strict=True)))
     assert curve.at(-1) is None and curve.at(50.1) is None
     alone = curves.Curve("a", "seconds", [(5.0, 2.0)])
     assert alone.at(5.0) == 2.0 and alone.at(4.0) is None
