@@ -135,7 +135,8 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
         print(sections_help())
         return None
     overrides = pairs(rest)
-    for flag, key in (("push", "export.push"), ("size", "drafter.init_args.draft_vocab")):
+    stands_for = {"push": "export.push", "size": "drafter.init_args.draft_vocab", "max_tokens": "validate.max_tokens"}
+    for flag, key in stands_for.items():
         if getattr(known, flag, None):
             overrides.append((key, getattr(known, flag)))
     recipe, notes = load_recipe(known.config, overrides)
@@ -156,6 +157,7 @@ def _options_parser(command: str, program: str) -> _Parser:
     )
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are (default: runs)")
     if command == "generate":
+        parser.add_argument("--max-tokens", metavar="N", help="most tokens of the answer (same as --validate.max_tokens)")
         parser.add_argument("--prompt", metavar="TEXT", help="what the user says")
     if command in ("generate", "bench"):
         parser.add_argument("--draft", type=Path, metavar="DIR", help="an export or a checkpoint, instead of the run's own")

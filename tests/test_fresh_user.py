@@ -12,7 +12,7 @@ from tiny_run import make_run, start
 
 from data_prep.__main__ import main as data_prep
 from drafttrain import quickstart
-from drafttrain.cli import UNREAD, guarded, main
+from drafttrain.cli import UNREAD, guarded, main, parse
 from drafttrain.commands.train import closing
 from drafttrain.data.store import TokenStore
 from drafttrain.drafters.eagle import Eagle
@@ -249,3 +249,14 @@ def test_a_misspelt_class_is_answered_with_the_one_that_was_meant(tmp_path, key,
 @pytest.mark.parametrize("typed", ["Transformer", "my.drafters.Eagel3", "7"])
 def test_a_class_like_no_other_gets_the_list_alone(tmp_path, typed):
     assert refusal(tmp_path, tmp_path, "drafter.class_path", typed).endswith("Hydra, Medusa, PEagle.")
+
+
+def test_generate_takes_max_tokens_without_its_section(tmp_path, capsys):
+    flags = recipe_of(tmp_path, tmp_path)
+    for typed in ("--max-tokens 40", "--max-tokens=40", "--validate.max_tokens 40"):
+        recipe, _ = parse("generate", "", [*flags, "--prompt", "hello", *typed.split()])
+        assert recipe.validate.max_tokens == 40
+    assert main(["generate", *flags, "--prompt", "hello", "--max-tokens", "many"]) == 2
+    assert "'validate.max_tokens' (--validate.max_tokens) should be int" in capsys.readouterr().err
+    assert main(["train", *flags, "--max-tokens", "40"]) == 2
+    assert "unknown key 'max-tokens'" in capsys.readouterr().err

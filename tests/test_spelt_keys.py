@@ -19,7 +19,7 @@ from drafttrain.recipe_build import fields_of, places
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "recipes" / "README.md"]
-SECTIONS = [name for name in fields_of(Recipe) if name != "name"]
+SECTIONS = [name for name in fields_of(Recipe) if name not in ("name", "task")]
 SPELT = re.compile(rf"(?<![\w./-])(?:{'|'.join(SECTIONS)})(?:\.[a-z_][a-z_0-9]*)+")
 FILES = ("json", "jsonl", "yaml", "md", "py", "sh", "safetensors", "png")
 """Endings of files that are called like a section."""

@@ -10,6 +10,7 @@ window runs, because layouts follow from the data alone: this rank's counts for 
 Shapes: B rows of a micro-batch, T tokens of a row, A taps, D target width.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -112,11 +113,12 @@ class MicroBatch:
 
     def pin_memory(self) -> "MicroBatch":
         """The same in page-locked memory, so that copying to a GPU does not wait for the work queued there. DataLoader calls it."""
-        features = None if self.features is None else _pinned(self.features)
-        return MicroBatch(_pinned(self.sequences), features, _pinned(self.layout), self.micro, self.last, self.window)
+        features = None if self.features is None else pinned(self.features)
+        return MicroBatch(pinned(self.sequences), features, pinned(self.layout), self.micro, self.last, self.window)
 
 
-def _pinned(record):
+def pinned(record):
+    """The same record in page-locked memory."""
     fields = (getattr(record, name) for name in record.__dataclass_fields__)
     return type(record)(*(None if x is None else x.pin_memory() for x in fields))
 
@@ -214,8 +216,20 @@ def make_loader(stream: WindowStream, workers: int, pin: bool) -> DataLoader:
     A worker is forked: it inherits the net (for its layouts) without a copy, and touches no GPU.
     """
     return DataLoader(
-        stream, batch_size=None, num_workers=workers, pin_memory=pin, multiprocessing_context="fork" if workers else None
+        stream,
+        batch_size=None,
+        num_workers=workers,
+        pin_memory=pin,
+        multiprocessing_context="fork" if workers else None,
+        worker_init_fn=leave_signals if workers else None,
     )
+
+
+def leave_signals(worker: int) -> None:
+    """Launchers, schedulers and terminals signal every process of a job: a worker that died of it would end the training before it saved.
+    It ends with the process that it works for."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def plan_arithmetic(plan: RowPlan, share: Share, max_steps: int) -> list[str]:

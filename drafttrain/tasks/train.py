@@ -306,9 +306,9 @@ def _require_start(sections: Sections, saved: Saved | None) -> None:
 def _prompts(
     store: TokenStore, target: Target, config: OnPolicyConfig, net: DrafterNet, say: Callable[[str], None]
 ) -> list[Request]:
-    """The prompts of the chats, those that the target has room to answer."""
+    """The prompts of the chats, each once, those that the target has room to answer."""
     room = target.max_positions - config.max_tokens - (config.drafts or net.needs.depth) - 1
-    every = store.requests(config.max_tokens)
+    every = list({request.ids: request for request in store.requests(config.max_tokens)}.values())
     prompts = [request for request in every if len(request.ids) <= room]
     if not prompts:
         raise UserError(

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from drafttrain.data.packing import Chats, RowPlan, read_chats
 from drafttrain.data.store import TokenStore
-from drafttrain.data.stream import Share, WindowStream
+from drafttrain.data.stream import Share, WindowStream, leave_signals, pinned
 from drafttrain.data.token_counts import count as count_tokens
 from drafttrain.decoding.calibrate import calibrate
 from drafttrain.decoding.engine import Engine
@@ -146,8 +146,19 @@ class Windows(IterableDataset):
                 if key not in made:
                     made[key] = runner.net.layout(sequences, numbers=[(0, first + b) for b in range(len(sequences.ids_BT))])
                 layouts.append((made[key], runner.objective.counts(made[key], runner.depth)))
-            yield sequences, layouts
+            yield Step(sequences, layouts)
             first += self.stream.share.window_rows
+
+
+class Step:
+    """What a step of all runners reads, in page-locked memory for a GPU."""
+
+    def __init__(self, sequences, layouts):
+        self.sequences, self.layouts = sequences, layouts
+
+    def pin_memory(self):
+        there = {id(layout): pinned(layout) for layout, _ in self.layouts}
+        return Step(pinned(self.sequences), [(there[id(layout)], counts) for layout, counts in self.layouts])
 
 
 def train(args, entries) -> None:
@@ -168,10 +179,13 @@ def train(args, entries) -> None:
         num_workers=1,
         multiprocessing_context="fork",
         prefetch_factor=8,
+        pin_memory=device.type == "cuda",
+        worker_init_fn=leave_signals,
     )
     read = GraphedRead(target, taps) if device.type == "cuda" else lambda sequences: target.read_packed(sequences, taps)
     began, tokens, steps = time.monotonic(), 0, args.steps
-    for number, (sequences, layouts) in enumerate(loader):
+    for number, step in enumerate(loader):
+        sequences, layouts = step.sequences, step.layouts
         if args.seconds and number == PROBED:
             meet(args, "ready", "")  # what others still compile would flatter the pace
             began = time.monotonic()

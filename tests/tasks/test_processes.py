@@ -32,7 +32,9 @@ def launch(run, target, *tell: int, torchrun=False, ranks=2, gpu=False, deepspee
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
     environment |= {"DS_ACCELERATOR": "cpu"} if deepspeed_on_cpu else {}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
+    )
     watchdog = threading.Timer(180 if gpu or deepspeed_on_cpu else 60, process.terminate)
     watchdog.daemon = True
     watchdog.start()
@@ -53,6 +55,19 @@ def finish(process: subprocess.Popen) -> str:
     seen = process.stdout.read()
     assert process.wait(180) == 0, seen
     return seen
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["TERM", "INT"])
+def test_a_signal_to_the_whole_job_is_obeyed_behind_a_save(tmp_path, tiny_llama, target_folders, number):
+    """Schedulers signal every process of a job, the one that reads ahead too, and a terminal does."""
+    run, target = make_run(tmp_path / "run", tiny_llama), target_folders("llama")
+    process = launch(run, target, trainer={"max_steps": 4000, "log_every_n_steps": 1}, data={"workers": 1})
+    wait_for(process, "step 5/4000")
+    os.killpg(process.pid, number)
+    rest = process.stdout.read()
+    assert process.wait(60) == 0, rest
+    stopped = find_last(run / "checkpoints").position.step
+    assert 5 <= stopped < 4000 and f"stopped at step {stopped} of 4000" in rest
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["TERM", "KILL"])
