@@ -8,7 +8,7 @@ from dataclasses import replace
 import lightning.pytorch as pl
 import pytest
 import torch
-from on_policy_forms import FORMS, SMALL, Stop, build_easy_target, form_of, make_run
+from on_policy_forms import DFLASH, EAGLE, FORMS, SMALL, Stop, build_easy_target, form_of, make_run
 from safetensors.torch import load_file
 from tiny_run import logged, start
 from transformers import AutoModelForCausalLM
@@ -16,13 +16,24 @@ from transformers import AutoModelForCausalLM
 from drafttrain.decoding.engine import Engine, generate
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.sampling import Sampling
+from drafttrain.divergences import Confidence, ForwardKL, Selection
+from drafttrain.drafters.dflash2 import DFlash2
+from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle import Eagle
+from drafttrain.drafters.heads import Hydra, Medusa
+from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.errors import UserError
+from drafttrain.losses import Distillation
+from drafttrain.replay import pack_rollouts, replay_layout
+from drafttrain.replay_loss import OnPolicyDistillation
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.tasks.rollout_buffer import number_of
 from drafttrain.tasks.rollouts import Replayer, Roller
-from drafttrain.types import Request, Rollout
+from drafttrain.tasks.speed import make_score
+from drafttrain.tasks.teacher import TargetTeacher
+from drafttrain.types import Features, Request, Rollout
+from drafttrain.vocab import DraftVocabulary
 
 
 @pytest.fixture(params=FORMS, ids=list(FORMS))
@@ -205,3 +216,31 @@ def test_a_step_with_nothing_to_learn_from_says_so(tmp_path, target, folder, len
     wanted = r"^Step 1 had nothing to learn from: its 4 rollouts .* raise data\.length.* or on_policy\.batch\.$"
     with pytest.raises(UserError, match=wanted):
         start(run, folder, data={"length": length}, **form)
+
+
+KINDS = {
+    "eagle": (Eagle(depth=2), []),
+    "eagle3": (EAGLE, []),
+    "p-eagle": (PEagle(taps=[1], depth=2, layers=1, mask_token=319), []),
+    "medusa": (Medusa(heads=2), []),
+    "hydra": (Hydra(heads=2, prefix=True), []),
+    "dflash": (DFLASH, []),
+    "dspark": (DSpark(block=3, layers=1, taps=[1], mask_token=319, rank=4), [Confidence()]),
+    "dflash2": (DFlash2(block=4, layers=1, taps=[1], mask_token=319), [Selection()]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rounds", [True, False], ids=["rounds", "text"])
+def test_a_micro_batch_without_a_rollout_gives_every_weight_a_gradient_of_0(target, kind, rounds):
+    """A weight without one would be waited for in vain by the other ranks."""
+    drafter, own = KINDS[kind]
+    net = drafter.build(target, DraftVocabulary.full(target.vocab)).train()
+    objective = OnPolicyDistillation(accepted=[ForwardKL(), *own]) if rounds else Distillation([ForwardKL(), *own])
+    like = Features(torch.zeros(0, 0, len(net.needs.taps), target.hidden), torch.zeros(0, 0, target.hidden))
+    packed = pack_rollouts([], 48, like=like)
+    layout = replay_layout(packed, [], net.needs.depth, net.speaks_V) if rounds else net.layout(packed.sequences, numbers=[(7,)])
+    score = make_score(net, objective, TargetTeacher(target, net), net.needs.depth, compile=False)
+    terms, _ = score(packed.sequences, packed.features, layout)
+    torch.stack([term.sum for term in terms.values()]).sum().backward()
+    assert all(weight.grad is not None and not weight.grad.any() for weight in net.parameters())
