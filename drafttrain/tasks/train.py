@@ -145,7 +145,7 @@ def train(
         share = Share(topology.rank, topology.world, trainer.get("accumulate_grad_batches", 1), data.rows)
         position = Position() if saved is None else saved.position
         if saved is not None:
-            _say_resumed(saved, share, sections.max_steps, say)
+            _say_resumed(saved, share, sections.max_steps, on_policy is not None, say)
         size = sum(weight.numel() for weight in net.parameters())
         say(f"parameters: {size:,} trained, {sum(weight.numel() for weight in model.model.parameters()):,} frozen in the target")
         if optimizer.muon_lr is not None:
@@ -159,7 +159,7 @@ def train(
             stream = _stream(sections, store, share, model, net, position, say)
             _fit(DistillTask(*common), stream, run, sections, topology, Path(run_folder), saved)
         else:
-            prompts = _prompts(store, model, on_policy, net, say)
+            prompts = _prompts(store, model, on_policy, net, data.length, say)
             task = OnPolicyTask(*common, on_policy, prompts, build, data.length, checkpoints / "rollouts")
             require_space(checkpoints, 2 * task.bytes_beside, "two sets of rollouts (on_policy.buffer of them)")
             if saved is not None:
@@ -304,19 +304,21 @@ def _require_start(sections: Sections, saved: Saved | None) -> None:
 
 
 def _prompts(
-    store: TokenStore, target: Target, config: OnPolicyConfig, net: DrafterNet, say: Callable[[str], None]
+    store: TokenStore, target: Target, config: OnPolicyConfig, net: DrafterNet, length: int, say: Callable[[str], None]
 ) -> list[Request]:
-    """The prompts of the chats, each once, those that the target has room to answer."""
-    room = target.max_positions - config.max_tokens - (config.drafts or net.needs.depth) - 1
+    """The prompts of the chats, each once, those that the target has room to answer, and a row of `length` tokens for a draft."""
+    room = min(target.max_positions - config.max_tokens - (config.drafts or net.needs.depth) - 1, length - 2)
     every = list({request.ids: request for request in store.requests(config.max_tokens)}.values())
     prompts = [request for request in every if len(request.ids) <= room]
     if not prompts:
         raise UserError(
-            f"{store.folder}/ has no prompt that leaves room for {config.max_tokens} tokens within the target's {target.max_positions} positions; "
-            "lower on_policy.max_tokens."
+            f"{store.folder}/ has no prompt that leaves room for {config.max_tokens} tokens within the target's {target.max_positions} positions, "
+            f"and for a draft within a row of {length}; lower on_policy.max_tokens, or raise data.length."
         )
     if short := len(every) - len(prompts):
-        say(f"{short:,} prompts leave no room for {config.max_tokens} tokens and are left out")
+        say(
+            f"{short:,} prompts leave no room for {config.max_tokens} tokens, or for a draft within a row of {length}, and are left out"
+        )
     passes = config.rollouts / config.every / len(prompts)
     say(
         f"on policy: {config.rollouts:,} of {len(prompts):,} prompts are answered every {config.every} steps ({passes:.4f} passes over them a step), "
@@ -325,10 +327,11 @@ def _prompts(
     return prompts
 
 
-def _say_resumed(saved: Saved, share: Share, max_steps: int, say: Callable[[str], None]) -> None:
-    say(
-        f"resuming from {saved.folder}: {saved.position.step} of {max_steps} steps, {saved.position.rows:,} rows, {saved.position.tokens:,} tokens"
-    )
+def _say_resumed(saved: Saved, share: Share, max_steps: int, on_policy: bool, say: Callable[[str], None]) -> None:
+    rows = "" if on_policy else f" {saved.position.rows:,} rows,"  # there a step has as many rows as its rollouts fill
+    say(f"resuming from {saved.folder}: {saved.position.step} of {max_steps} steps,{rows} {saved.position.tokens:,} tokens")
+    if on_policy:
+        return
     before = saved.share["world"] * saved.share["accumulate"] * saved.share["rows"]
     if before != share.window_rows:
         say(f"note: an optimizer step had {before} rows before and has {share.window_rows} now")

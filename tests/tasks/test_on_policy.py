@@ -200,20 +200,23 @@ def test_rolling_leaves_no_trace_but_its_rollouts(tmp_path, target, folder, monk
 
 
 def test_what_does_not_fit_a_row_is_cut(tmp_path, target, folder, monkeypatch, form):
-    """Prompts of up to 17 tokens and answers of 12 in rows of 10: some prompts are longer than a row, and some answers are cut."""
+    """Prompts of up to 17 tokens and answers of 12 in rows of 10: prompts that leave no room for a draft are not answered, and some answers are cut."""
     spy, run = Spy(monkeypatch), make_run(tmp_path / "run", target)
     start(run, folder, trainer={"callbacks": [spy]}, data={"length": 10}, **form)
     learnt = [spy.kept[number] for number in {n for numbers in spy.learnt.values() for n in numbers} & spy.kept.keys()]
-    assert any(r.prompt_len >= 10 for r in learnt) and any(r.prompt_len < 10 < len(r.ids) for r in learnt)
+    assert max(r.prompt_len for r in spy.kept.values()) <= 8 and any(len(r.ids) > 10 for r in learnt)
     assert all(math.isfinite(loss) and loss > 0 for loss in logged(run).values())
 
 
-@pytest.mark.parametrize(("length", "draft_vocab"), [(5, 200), (60, 1)])
-def test_a_step_with_nothing_to_learn_from_says_so(tmp_path, target, folder, length, draft_vocab):
+NOTHING = r"^Step 1 had nothing to learn from: its 4 rollouts .* raise data\.length.* or on_policy\.batch\.$"
+NO_PROMPT = r"has no prompt that leaves room .* within a row of 5; lower on_policy\.max_tokens, or raise data\.length\.$"
+
+
+@pytest.mark.parametrize(("length", "draft_vocab", "wanted"), [(5, 200, NO_PROMPT), (60, 1, NOTHING)])
+def test_a_step_with_nothing_to_learn_from_says_so(tmp_path, target, folder, length, draft_vocab, wanted):
     """Every prompt fills a row; or what the target says in place of a draft is never of the draft vocabulary."""
     run, form = make_run(tmp_path / "run", target, shortest_prompt=5), form_of("eagle3, first rejection")
     form["drafter"] = replace(form["drafter"], draft_vocab=draft_vocab)
-    wanted = r"^Step 1 had nothing to learn from: its 4 rollouts .* raise data\.length.* or on_policy\.batch\.$"
     with pytest.raises(UserError, match=wanted):
         start(run, folder, data={"length": length}, **form)
 
