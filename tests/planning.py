@@ -34,7 +34,7 @@ def planner(folder, target, capsys):
             "trainer": {"max_steps": 2},
         }
         for name, values in sections.items():
-            tree[name] = {**tree.get(name, {}), **values}
+            tree[name] = {**tree.get(name, {}), **values} if isinstance(values, dict) else values
         (folder / "recipe.yaml").write_text(yaml.safe_dump(tree))
         assert main(["plan", "--config", str(folder / "recipe.yaml"), "--runs", str(folder)]) == code
         said = capsys.readouterr()

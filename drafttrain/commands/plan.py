@@ -9,9 +9,22 @@ import torch
 from torch import nn
 
 from data_prep.config import PrepareConfig
+from drafttrain.commands.plan_adapt import adapted
 from drafttrain.commands.plan_checks import refused_by_bench, require_room, unmeant
 from drafttrain.commands.plan_export import exported
-from drafttrain.commands.plan_start import filled, find_start
+from drafttrain.commands.plan_on_policy import (
+    Prompts,
+    device_parts,
+    drafts_of,
+    find_prompts,
+    kept,
+    most_elements,
+    require_on_policy,
+    require_text,
+    rollouts,
+    unmeant_rollouts,
+)
+from drafttrain.commands.plan_start import filled, find_start, require_start, start_tau
 from drafttrain.commands.plan_taught import taught
 from drafttrain.data.features import vector_bytes
 from drafttrain.data.kept_rows import wanted_final
@@ -30,6 +43,7 @@ from drafttrain.run import Run, dump_yaml
 from drafttrain.target.hub import hub_answers
 from drafttrain.target.load import locate, reason
 from drafttrain.target.target import Target
+from drafttrain.tasks.checkpoints import find_last
 from drafttrain.tasks.distill import token_sides
 from drafttrain.tasks.optimizer import require_whole_matrices, turned_by_muon
 from drafttrain.tasks.strategy import uses_deepspeed
@@ -62,9 +76,16 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     store = _store(run)
     yield f"run folder: {run.folder}/"
     yield f"processes: {topology}"
-    yield from _steps(recipe, store, topology, recipe.data.length if target is None else target.max_positions)
+    if recipe.task == "on_policy":
+        require_on_policy(recipe, topology, resumed=find_last(run.checkpoints) is not None)
+    else:
+        require_text(recipe.objective)
+        yield from _steps(recipe, store, topology, recipe.data.length if target is None else target.max_positions)
     yield from unmeant(recipe, gathered=store is not None or (run.data / "prompts.json").exists())
+    prompts = find_prompts(recipe, store) if recipe.task == "on_policy" else None
     if target is None:
+        if prompts is not None:
+            yield from (*rollouts(recipe, topology, prompts), *unmeant_rollouts(recipe, topology, prompts))
         yield f"parameters and bytes: not known, because the target's config cannot be read: {unread}"
         return
     counted = store if store is not None and store.manifest.identity.vocab == target.vocab else None
@@ -77,15 +98,23 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     if recipe.checkpoint.tau_prompts:
         net.require_drafts(recipe.checkpoint.drafts, "checkpoint.drafts")
     net.require_drafts(recipe.validate.drafts, "validate.drafts")
+    if prompts is not None:
+        net.require_drafts(drafts_of(recipe.on_policy, net), "on_policy.drafts")
+        prompts = find_prompts(recipe, store, target, net)
+        yield from (*rollouts(recipe, topology, prompts), *unmeant_rollouts(recipe, topology, prompts))
     yield from taught(target, net, vocabulary, recipe.objective)
     yield from refused_by_bench(recipe.bench, net)
+    yield from adapted(recipe)
     yield from _disk(recipe, store, target, net)
-    yield from _device(recipe, topology, target, net)
+    if prompts is not None:
+        yield from kept(recipe, topology, target, net, prompts, start_tau(recipe))
+    yield from _device(recipe, topology, target, net, prompts)
     if store is not None and recipe.data.features == "stored":
         if store.manifest.taps is None:
             yield f"{store.folder}/ holds no features yet: run data_prep before training"
         else:
             store.require_features(net.needs.taps, recipe.data.feature_dtype, wanted_final(net.needs))
+    require_start(recipe, run)
 
 
 def outline(recipe: Recipe) -> tuple[Target | None, str]:
@@ -161,6 +190,8 @@ def _disk(recipe: Recipe, store: TokenStore | None, target: Target, net: Drafter
 def _features(recipe: Recipe, store: TokenStore | None, target: Target, net: DrafterNet) -> str:
     """Bytes of stored features: to the byte once there are chats, else at most."""
     data, taps, final = recipe.data, len(net.needs.taps), wanted_final(net.needs)
+    if data.features != "stored" and recipe.task == "on_policy":
+        return "none, rollouts bring theirs"
     if data.features != "stored":
         return "none, the target reads every row inside the training step"
     vector = vector_bytes(target.hidden, data.feature_dtype)
@@ -180,8 +211,8 @@ def _features(recipe: Recipe, store: TokenStore | None, target: Target, net: Dra
     return f"at most {tokens:,} tokens x {each} = at most {human_bytes(tokens * (taps + 1) * vector)}"
 
 
-def _device(recipe: Recipe, topology: Topology, target: Target, net: DrafterNet) -> list[str]:
-    """Bytes that stay on each device; activations come on top."""
+def _device(recipe: Recipe, topology: Topology, target: Target, net: DrafterNet, prompts: Prompts | None) -> list[str]:
+    """Bytes that stay on each device; activations come on top. `prompts`: None where no rollouts are made."""
     stage = _zero_stage(recipe.trainer.get("strategy"))
     trained = _size(net)
     size = 2 if recipe.target.dtype == "bfloat16" else 4
@@ -190,9 +221,13 @@ def _device(recipe: Recipe, topology: Topology, target: Target, net: DrafterNet)
     parts.append((*_optimizer(recipe, net), 1))
     if not net.words and not net.vocabulary.is_full:
         parts.append(("head for the draft vocabulary", len(net.vocabulary.ids) * target.hidden * size, 4))
+    if prompts is not None:
+        parts += [(name, each, 4) for name, each in device_parts(recipe, topology, target, net, prompts)]
     divided = [(name, part if stage < first else part // topology.world) for name, part, first in parts]
     kept = " + ".join(f"{name} {human_bytes(part)}" for name, part in divided)
     elements, words = recipe.data.rows * recipe.data.length * net.needs.depth, len(net.vocabulary.ids)
+    if prompts is not None:
+        elements = most_elements(recipe, topology, net.needs.depth)
     chunk = getattr(recipe.objective, "chunk", 0)
     whose = f"{chunk:,} elements' (objective.init_args.chunk)" if 0 < chunk < elements else "a micro-batch's"
     logits = human_bytes(min(elements, chunk or elements) * words * 4)

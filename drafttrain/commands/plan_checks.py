@@ -13,6 +13,7 @@ from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.recipe import Recipe
+from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.validation.bench_config import BenchConfig
 
 WAY_OUT = ", so data_prep would refuse; lower it or give more prompts"
@@ -25,6 +26,10 @@ def unmeant(recipe: Recipe, gathered: bool) -> list[str]:
         gathered: whether data_prep has split off the held-out prompts already.
     """
     found = [] if gathered else _held_out(recipe.prepare)
+    if recipe.task != "on_policy" and recipe.on_policy != OnPolicyConfig():
+        found.append(
+            f"warning: on_policy is set, but task is {recipe.task}, which learns from the stored answers and never reads it; set task to on_policy"
+        )
     warm_up, steps = recipe.optimizer.warmup_steps, recipe.trainer.get("max_steps")
     if isinstance(steps, int) and 0 < steps <= warm_up:
         found.append(

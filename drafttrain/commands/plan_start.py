@@ -7,6 +7,7 @@ from pathlib import Path
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.save import read_record
 from drafttrain.drafters.warm_start import WarmStart
+from drafttrain.errors import UserError
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run
 from drafttrain.target.target import Target
@@ -24,7 +25,7 @@ def find_start(recipe: Recipe, run: Run, target: Target, made_with: Identity | N
         made_with: Identity of the target that made the token store; None before there is one.
 
     Raises:
-        UserError: as training would: a folder that is missing, damaged or holds another net.
+        UserError: as training would: a folder that is damaged or holds another net.
     """
     where = recipe.checkpoint.start
     if where is None:
@@ -32,8 +33,12 @@ def find_start(recipe: Recipe, run: Run, target: Target, made_with: Identity | N
     if find_last(run.checkpoints) is not None:
         return None, [f"checkpoint.start {where} is not read again: the run goes on from its own checkpoint"]
     folder = Path(where).expanduser()
-    if not folder.exists() and where.count("/") == 1 and not where.startswith((".", "/", "~")):
-        return None, [f"checkpoint.start {where}: no such folder, so a Hub id; it is fetched and checked when training starts"]
+    if not folder.exists():
+        if _may_be_hub_id(where):
+            return None, [
+                f"checkpoint.start {where}: no such folder, so a Hub id; it is fetched and checked when training starts"
+            ]
+        return None, [f"checkpoint.start {where}: no such folder yet; what follows is of the recipe's own drafter"]
     outlined = target.identity
     try:
         target.identity = made_with or _as_recorded(folder, outlined)
@@ -42,6 +47,26 @@ def find_start(recipe: Recipe, run: Run, target: Target, made_with: Identity | N
         return None, [f"checkpoint.start {where} can be read; whether it fits is seen when training starts"]
     finally:
         target.identity = outlined
+
+
+def require_start(recipe: Recipe, run: Run) -> None:
+    """UserError where training would begin from a folder that is not there. Asked last: the plan of what comes behind it is of use before."""
+    where = recipe.checkpoint.start
+    if where is None or Path(where).expanduser().exists() or _may_be_hub_id(where) or find_last(run.checkpoints) is not None:
+        return
+    name = _run_of(Path(where))
+    first = "" if name is None else f"train the recipe named {name} first, which makes it, or "
+    raise UserError(
+        f"checkpoint.start is {where}, but there is no such folder; {first}give an existing folder or a Hub id (owner/name)."
+    )
+
+
+def start_tau(recipe: Recipe) -> float | None:
+    """Held-out tau of the drafter that training begins from, where its training measured it."""
+    where = recipe.checkpoint.start
+    if where is None or not (Path(where).expanduser() / "drafter.json").exists():
+        return None
+    return (read_record(Path(where).expanduser())["facts"].get("held_out") or {}).get("tau")
 
 
 def filled(start: WarmStart, net: DrafterNet) -> list[str]:
@@ -58,3 +83,14 @@ def _as_recorded(folder: Path, outlined: Identity) -> Identity:
         return outlined
     recorded = Identity(**read_record(folder)["identity"])
     return replace(recorded, layers=outlined.layers, hidden=outlined.hidden, vocab=outlined.vocab)
+
+
+def _may_be_hub_id(where: str) -> bool:
+    return where.count("/") == 1 and not where.startswith((".", "/", "~"))
+
+
+def _run_of(folder: Path) -> str | None:
+    """The name of the run whose drafter or export stands there; None for any other place."""
+    if folder.parent.name == "checkpoints":
+        return folder.parent.parent.name or None
+    return folder.parent.name or None if folder.name == "export" else None

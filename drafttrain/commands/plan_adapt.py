@@ -1,0 +1,23 @@
+"""What the recipe's `adapt` section amounts to, where it is set, and whether `adapt` would refuse the rest of the recipe."""
+
+from drafttrain.errors import UserError
+from drafttrain.recipe import Recipe
+from drafttrain.tasks.adapt_config import AdaptConfig
+from drafttrain.tasks.adapt_learner import AdaptSections
+
+
+def adapted(recipe: Recipe) -> list[str]:
+    """Nothing where the section is as it is by default: then nobody asked."""
+    config = recipe.adapt
+    if config == AdaptConfig():
+        return []
+    learnt = "the places of first rejected drafts" if config.replay == "first_rejection" else "every round"
+    found = [
+        f"adapt: learns {config.steps} step(s) from {learnt} of every {config.every} answers; 1 prompt in {config.hold_out_every} is held out, and the "
+        f"newest {config.guard_prompts} of them undo what loses more than {config.fall:.0%} of tau, looked at every {config.guard_every} updates"
+    ]
+    try:
+        AdaptSections(config, recipe.objective, recipe.optimizer, recipe.data.length, recipe.data.seed)
+    except UserError as error:
+        found.append(f"warning: adapt would refuse: {error}")
+    return found
