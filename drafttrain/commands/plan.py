@@ -19,10 +19,9 @@ from drafttrain.commands.plan_on_policy import (
     find_prompts,
     kept,
     most_elements,
+    of_rollouts,
     require_on_policy,
     require_text,
-    rollouts,
-    unmeant_rollouts,
 )
 from drafttrain.commands.plan_start import filled, find_start, require_start, start_tau
 from drafttrain.commands.plan_taught import taught
@@ -82,10 +81,9 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
         require_text(recipe.objective)
         yield from _steps(recipe, store, topology, recipe.data.length if target is None else target.max_positions)
     yield from unmeant(recipe, gathered=store is not None or (run.data / "prompts.json").exists())
-    prompts = find_prompts(recipe, store) if recipe.task == "on_policy" else None
     if target is None:
-        if prompts is not None:
-            yield from (*rollouts(recipe, topology, prompts), *unmeant_rollouts(recipe, topology, prompts))
+        if recipe.task == "on_policy":
+            yield from of_rollouts(recipe, topology, find_prompts(recipe, store))
         yield f"parameters and bytes: not known, because the target's config cannot be read: {unread}"
         return
     counted = store if store is not None and store.manifest.identity.vocab == target.vocab else None
@@ -98,10 +96,11 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     if recipe.checkpoint.tau_prompts:
         net.require_drafts(recipe.checkpoint.drafts, "checkpoint.drafts")
     net.require_drafts(recipe.validate.drafts, "validate.drafts")
-    if prompts is not None:
+    prompts = None
+    if recipe.task == "on_policy":
         net.require_drafts(drafts_of(recipe.on_policy, net), "on_policy.drafts")
         prompts = find_prompts(recipe, store, target, net)
-        yield from (*rollouts(recipe, topology, prompts), *unmeant_rollouts(recipe, topology, prompts))
+        yield from of_rollouts(recipe, topology, prompts)
     yield from taught(target, net, vocabulary, recipe.objective)
     yield from refused_by_bench(recipe.bench, net)
     yield from adapted(recipe)

@@ -113,8 +113,13 @@ def require_text(objective: Objective) -> None:
 # ---- arithmetic ----------------------------------------------------------------------------------------------------------------
 
 
-def rollouts(recipe: Recipe, topology: Topology, prompts: Prompts) -> Iterator[str]:
-    """Rollouts of a step and of the run, and passes over the prompts."""
+def of_rollouts(recipe: Recipe, topology: Topology, prompts: Prompts) -> Iterator[str]:
+    """How many rollouts are made of which prompts and learnt from, and what is hardly meant in that."""
+    yield from _counted(recipe, topology, prompts)
+    yield from _unmeant(recipe, topology, prompts)
+
+
+def _counted(recipe: Recipe, topology: Topology, prompts: Prompts) -> Iterator[str]:
     config, steps = recipe.on_policy, recipe.trainer.get("max_steps")
     accumulate, rows = _accumulate(recipe), most_rows(recipe, topology, prompts)
     each, more = divmod(config.batch // topology.world, accumulate)
@@ -224,7 +229,7 @@ def _size(recipe: Recipe) -> int:
 # ---- hardly meant --------------------------------------------------------------------------------------------------------------
 
 
-def unmeant_rollouts(recipe: Recipe, topology: Topology, prompts: Prompts) -> Iterator[str]:
+def _unmeant(recipe: Recipe, topology: Topology, prompts: Prompts) -> Iterator[str]:
     """Warnings and notes of an on-policy recipe."""
     config, data = recipe.on_policy, recipe.data
     if prompts.too_long:

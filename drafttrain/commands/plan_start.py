@@ -38,7 +38,7 @@ def find_start(recipe: Recipe, run: Run, target: Target, made_with: Identity | N
             return None, [
                 f"checkpoint.start {where}: no such folder, so a Hub id; it is fetched and checked when training starts"
             ]
-        return None, [f"checkpoint.start {where}: no such folder yet; what follows is of the recipe's own drafter"]
+        return None, [f"checkpoint.start {where}: no such folder yet; what follows is of a drafter as the recipe builds it"]
     outlined = target.identity
     try:
         target.identity = made_with or _as_recorded(folder, outlined)

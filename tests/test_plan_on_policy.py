@@ -1,0 +1,408 @@
+"""What `plan` says of on-policy recipes, against what training then makes, keeps and refuses, and against an engine's own buffers."""
+
+import random
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from drafters.test_faces import DRAFTERS as EVERY_DRAFTER
+from on_policy_forms import FORMS, SMALL
+from on_policy_forms import make_run as make_unmasked_run
+from planning import EAGLE3, HYDRA, line, planner, warnings
+from recipe_targets import REAL, RECIPES
+from tiny_run import make_run, start
+from torch.utils._pytree import tree_leaves
+
+from drafttrain.commands.plan import arithmetic, outline
+from drafttrain.commands.plan_engine import bytes_as, engine_buffers
+from drafttrain.commands.plan_on_policy import Prompts, most_elements, most_rows
+from drafttrain.data.packing import pack
+from drafttrain.data.store import TokenStore
+from drafttrain.data.stream import DataConfig
+from drafttrain.decoding.engine import Engine
+from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.drafters.save import save_drafter
+from drafttrain.errors import UserError
+from drafttrain.files import human_bytes
+from drafttrain.losses import Distillation
+from drafttrain.recipe import load_recipe
+from drafttrain.replay_loss import OnPolicyDistillation
+from drafttrain.run import Run
+from drafttrain.tasks import train as training
+from drafttrain.tasks.on_policy_config import OnPolicyConfig
+from drafttrain.tasks.rollouts import Replayer, Roller
+from drafttrain.topology import Topology
+from drafttrain.types import Request
+from drafttrain.vocab import DraftVocabulary
+
+BOTH = {"class_path": "OnPolicyDistillation"}
+QUIET = {"prepare": {"held_out": 3, "max_prompt": 30}, "optimizer": {"warmup_steps": 0}, "data": {"features": "online"}}
+
+
+@pytest.fixture
+def planned(tmp_path, target_folders, capsys):
+    """As `planner`, for an on-policy recipe without warnings."""
+    plan = planner(tmp_path, target_folders("llama"), capsys)
+
+    def on_policy(drafter=EAGLE3, code=0, task="on_policy", **sections):
+        merged = {"on_policy": SMALL, **QUIET, "objective": BOTH} if task == "on_policy" else dict(QUIET)
+        for name, values in sections.items():
+            merged[name] = {**merged.get(name, {}), **values}
+        return plan(drafter, code, task=task, **merged)
+
+    return on_policy
+
+
+@pytest.fixture
+def began(tmp_path, tiny_llama, target_folders):
+    """A function that trains in the run folder of the plan, and returns what training refuses; "" for nothing."""
+
+    def begin(on_policy=SMALL, **sections) -> str:
+        if not (tmp_path / "tiny").exists():
+            make_run(tmp_path / "tiny", tiny_llama)
+        drafter = {"taps": [0, 1, 3], "depth": 2, "draft_vocab": 200}
+        try:
+            start(tmp_path / "tiny", target_folders("llama"), drafter=drafter, on_policy=on_policy, **sections)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    return begin
+
+
+def numbers(text: str, pattern: str) -> list[int]:
+    [found] = re.findall(pattern, text)
+    return [int(number.replace(",", "")) for number in found]
+
+
+# ---- arithmetic ----------------------------------------------------------------------------------------------------------------
+
+
+def test_rollouts_and_bytes_are_those_of_a_training(planned, began, monkeypatch, capsys):
+    """Counted in the training itself: prompts answered, rollouts learnt from, shapes of its micro-batches, bytes it asks the disk for."""
+    answered, learnt, shapes, space, engines = [], [], [], [], []
+    answer, window = Roller.answer, Replayer.window
+
+    def spied_answer(roller, prompts):
+        answered.append(len(prompts))
+        engines.append(roller.engine)
+        return answer(roller, prompts)
+
+    def spied_window(replayer, step):
+        made = window(replayer, step)
+        learnt.append(len(replayer._schedule[1][step % replayer.plan.config.every]))
+        shapes.extend(tuple(micro.sequences.ids_BT.shape) for micro in made)
+        return made
+
+    monkeypatch.setattr(Roller, "answer", spied_answer)
+    monkeypatch.setattr(Replayer, "window", spied_window)
+    monkeypatch.setattr(training, "require_space", lambda folder, size, what: space.append((what, size)))
+    sections = {"data": {"length": 48, "rows": 2}, "trainer": {"max_steps": 5, "accumulate_grad_batches": 3}}
+    _, lines = planned(**sections)
+    assert began(objective=OnPolicyDistillation(), **sections) == ""
+    trained = capsys.readouterr().out
+    _, behind = planned(**sections)
+
+    assert line(lines, "rollouts/step: ").startswith(
+        "rollouts/step: 1 process x 3 accumulations x 1 or 2 rollouts = 4, of the newest 16; "
+    )
+    made, tokens, used = numbers(
+        line(lines, "8 prompts are answered before every 2 steps, "),
+        r"in 5 steps ([\d,]+) rollouts of at most ([\d,]+) tokens; ([\d,]+) are",
+    )
+    assert (made, used) == (sum(answered), sum(learnt)) == (24, 20) and tokens == 24 * SMALL["max_tokens"]
+    assert "passes over the prompts are known after data_prep" in lines
+    rollouts, prompts = numbers(line(behind, "passes over the prompts: "), r": (\d+) rollouts answer (\d+) prompts")
+    assert rollouts == made and f" of {prompts} prompts are answered every 2 steps" in trained
+    assert line(behind, "passes over the prompts: ").endswith(f"{made / prompts:.2f} times")
+    most, length = numbers(line(behind, "rollouts/step: "), r"at most (\d+) rows x (\d+) tokens")
+    assert max(shapes) == (most, length) == (2, 48)
+    [size] = [size for what, size in space if "rollouts" in what]
+    assert line(behind, "disk, rollouts: ").startswith(
+        f"disk, rollouts: at most {human_bytes(size / 2)} beside a checkpoint, and twice that"
+    )
+    # Half as many come new as are kept.
+    assert line(behind, "memory, each process: ").startswith(
+        f"memory, each process: at most {human_bytes(size / 2)} for its rollouts, and {human_bytes(size / 4)} more while prompts are answered"
+    )
+    batch = engines[0]._rounds.batch
+    answers = (
+        f"caches and records of {batch.rows} answers (on_policy.slots) x {batch.capacity} positions {human_bytes(held_by(batch))}"
+    )
+    assert f" + {answers} = " in line(behind, "device (cpu)")
+
+
+def test_processes_share_rollouts_and_their_bytes(planned, monkeypatch):
+    alone = planned()[1]
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    _, lines = planned()
+    assert line(lines, "rollouts/step: ").startswith("rollouts/step: 2 processes x 1 accumulations x 2 rollouts = 4, ")
+    assert line(lines, "disk, rollouts: ") == line(alone, "disk, rollouts: ")
+    assert "caches and records of 4 answers" in line(alone, "device ") and "caches and records of 4 answers" in line(
+        lines, "device "
+    )
+    assert "records of 8 answers" in line(planned(on_policy={"rollouts": 16, "slots": 64})[1], "device ")
+
+
+FEW = {**SMALL, "rollouts": 2, "batch": 2, "buffer": 2, "max_tokens": 500}
+
+
+@pytest.mark.parametrize("sections", [{"on_policy": FEW}, {"data": {"length": 12}}], ids=["target", "row"])
+def test_prompts_that_have_no_room_are_left_out_in_the_words_of_training(planned, began, capsys, sections):
+    assert began(**{"objective": OnPolicyDistillation(), "trainer": {"max_steps": 1}} | sections) == ""
+    [said] = [each for each in capsys.readouterr().out.splitlines() if "left out" in each]
+    assert said in planned(**sections)[1]
+
+
+def test_no_prompt_with_room_is_refused_as_training_does(planned, began):
+    refused = began(SMALL | {"max_tokens": 511})
+    assert "has no prompt that leaves room for" in refused
+    assert planned(code=2, on_policy={"max_tokens": 511})[1][-1] == f"error: {refused}"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_micro_batch_scores_more_than_is_said(tmp_path, tiny_llama, target_folders, monkeypatch, name):
+    """A drafter that has learnt nothing has most drafts rejected: as many rounds as there can be."""
+    drafter, on_policy, objective = FORMS[name]
+    found, window = [], Replayer.window
+
+    def spied(replayer, step):
+        made = window(replayer, step)
+        found.extend(len(micro.layout.depth_N) for micro in made)
+        return made
+
+    monkeypatch.setattr(Replayer, "window", spied)
+    make_unmasked_run(tmp_path / "run", tiny_llama)
+    start(tmp_path / "run", target_folders("llama"), drafter=drafter, on_policy=SMALL | on_policy, objective=objective)
+    recipe = SimpleNamespace(on_policy=OnPolicyConfig(**SMALL | on_policy), trainer={}, objective=objective or Distillation())
+    most = most_elements(recipe, Topology(), drafter.build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab)).needs.depth)
+    assert max(found) <= most
+    if on_policy["replay"] == "rounds" and drafter.draft_vocab is None:
+        assert max(found) > most / 2
+
+
+def test_rows_of_a_micro_batch_are_bounded():
+    draw, tight = random.Random(0), 0
+    for _ in range(500):
+        longest, limit, length, rows = draw.randint(1, 30), draw.randint(1, 30), draw.randint(3, 120), draw.randint(1, 4)
+        batch, accumulate = draw.randint(1, 24), draw.randint(1, 3)
+        config = OnPolicyConfig(batch=batch, rollouts=batch, buffer=batch, max_tokens=limit)
+        trainer = {"accumulate_grad_batches": accumulate}
+        recipe = SimpleNamespace(on_policy=config, data=DataConfig(length=length, rows=rows), trainer=trainer)
+        lengths = [min(length, draw.randint(1, longest) + draw.randint(1, limit)) for _ in range(-(-batch // accumulate))]
+        packed = -(-len(pack(lengths, length, open_rows=len(lengths))) // rows) * rows
+        said = most_rows(recipe, Topology(), Prompts(longest, longest))
+        assert packed <= said
+        tight += packed == said
+    assert tight > 100
+
+
+# ---- bytes ---------------------------------------------------------------------------------------------------------------------
+
+
+def held_by(batch) -> int:
+    """Bytes of all that a batch keeps from round to round: storages, wherever they hang."""
+    parts = [
+        batch.cache.addresses.stacks,
+        batch.proposer.hidden_BH,
+        batch.tokens_BM,
+        batch.length_B,
+        batch.stream_B,
+        batch.live_B,
+        batch.said_BX,
+    ]
+    parts += [vars(record) for record in (batch.features, batch.round_buffers, batch.proposer.state) if record is not None]
+    found = [leaf.untyped_storage() for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize("name", EVERY_DRAFTER)
+def test_an_outline_holds_what_an_engine_holds(planned, targets, target_folders, architecture, rounds, name):
+    recipe, _ = planned(target={"path": str(target_folders(architecture))})
+    target, (sketch, _) = targets(architecture), outline(recipe)
+    config, vocabulary = EVERY_DRAFTER[name], DraftVocabulary(torch.arange(0, 320, 2), 320)
+    net = config.build(target, vocabulary)
+    with torch.device("meta"):
+        outlined = config.build(sketch, vocabulary)
+    drafts = min(2, net.needs.depth)
+    requests = [Request(str(n), tuple(range(3, 3 + n)), 9) for n in (3, 20, 7, 5)]
+    engine = Engine(
+        target, proposer=ChainProposer(net, drafts), slots=3, taps=net.needs.taps, keep_features=True, keep_rounds=rounds
+    )
+    list(engine.generate(requests))
+    batch = engine._rounds.batch
+    slots, buffers = engine_buffers(sketch, outlined, drafts, 3, 20 + 9, rounds)
+    assert slots == batch.capacity
+    assert bytes_as(buffers, 4) == held_by(batch)
+    whole = sum(x.nbytes for x in buffers if not x.is_floating_point())
+    assert bytes_as(buffers, 2) == (held_by(batch) + whole) / 2
+
+
+def test_the_served_copy_has_the_targets_type(planned):
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        _, lines = planned(target={"dtype": dtype})
+        trained = int(re.match(r"parameters: ([\d,]+) trained", line(lines, "parameters: "))[1].replace(",", ""))
+        assert f" + served copy of the drafter {human_bytes(size * trained)} + caches" in line(lines, "device (cpu)")
+    assert "served copy" not in line(planned(task="distill")[1], "device (cpu)")
+
+
+def test_a_drafter_whose_tau_is_known_tells_the_likely_bytes(planned, tmp_path, tiny_llama):
+    recipe, lines = planned()
+    config = recipe.drafter
+    net = config.build(tiny_llama, DraftVocabulary(torch.arange(40, 240), tiny_llama.vocab))
+    for facts, said in (({}, ""), ({"held_out": {"tau": 2.5}}, "; at tau 2.50 of checkpoint.start about ")):
+        save_drafter(tmp_path / "trained", net, config, tiny_llama.identity, facts)
+        _, lines = planned(checkpoint={"start": str(tmp_path / "trained")}, on_policy={"from_random": False})
+        assert said in line(lines, "rollouts are as large as that where every draft is rejected ")
+        assert ("at tau" in line(lines, "rollouts are as large as that")) == bool(said)
+    [(most,), (likely,)] = [
+        re.findall(r"([\d.]+ kB)", each)[:1] for each in (line(lines, "disk, rollouts: "), line(lines, "rollouts are as"))
+    ]
+    assert 1 < float(most.split()[0]) / float(likely.split()[0]) < 2.5
+    assert not [
+        each
+        for each in planned(on_policy={"replay": "text"}, objective={"class_path": "Distillation"})[1]
+        if each.startswith("rollouts are")
+    ]
+
+
+# ---- what training would refuse -------------------------------------------------------------------------------------------------
+
+
+def test_a_random_drafter_is_refused_as_training_does(planned, began):
+    refused = began(SMALL | {"from_random": False})
+    assert planned(code=2, on_policy={"from_random": False})[1][-1] == f"error: {refused}"
+
+
+def test_a_run_that_goes_on_needs_no_start(planned, began):
+    assert began(objective=OnPolicyDistillation()) == ""
+    planned(on_policy={"from_random": False})
+
+
+def test_processes_that_cannot_share_a_step_are_refused_as_training_does(planned, began, monkeypatch):
+    refused = began(topology=Topology(3, 3, 0, 0, "cpu"))
+    for name, value in {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert planned(code=2)[1][-1] == f"error: {refused}"
+    assert "on_policy.batch is 4, which 3 processes" in refused
+
+
+def test_an_objective_of_rounds_is_refused_where_there_are_none(planned, began):
+    refused = began(None, objective=OnPolicyDistillation())
+    assert planned(code=2, task="distill", objective=BOTH)[1][-1] == f"error: {refused}"
+    assert began(SMALL | {"replay": "text"}, objective=OnPolicyDistillation())
+    _, lines = planned(code=2, on_policy={"replay": "text"})
+    assert lines[-1].startswith("error: objective.class_path is OnPolicyDistillation, but on_policy.replay is text, ")
+    for replay in ("rounds", "first_rejection"):
+        planned(on_policy={"replay": replay})
+        planned(on_policy={"replay": replay}, objective={"class_path": "Distillation"})
+
+
+def test_more_drafts_than_heads_are_refused(planned):
+    _, lines = planned(HYDRA, code=2, on_policy={"drafts": 4})
+    assert lines[-1].startswith("error: on_policy.drafts asks for 4 drafts in a row, but this Hydra drafts at most 3")
+    planned(HYDRA, on_policy={"drafts": 3})
+
+
+@pytest.mark.parametrize(
+    ("where", "first"),
+    [("runs/first/checkpoints/best", "train the recipe named first first, which makes it, or "), ("a/b/c", ""), ("./a", "")],
+)
+def test_a_start_that_is_still_to_be_trained_is_refused_behind_the_plan(planned, where, first):
+    for task in ("on_policy", "distill"):
+        _, lines = planned(code=2, task=task, checkpoint={"start": where})
+        assert (
+            lines[-1]
+            == f"error: checkpoint.start is {where}, but there is no such folder; {first}give an existing folder or a Hub id (owner/name)."
+        )
+        assert line(lines, f"checkpoint.start {where}: no such folder yet") and line(lines, "device (cpu)")
+
+
+# ---- what is hardly meant --------------------------------------------------------------------------------------------------------
+
+
+def notes(lines) -> list[str]:
+    return [each for each in lines if each.startswith(("warning: ", "note: "))]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({}, []),
+        ({"data": {"length": 42}}, []),
+        ({"data": {"length": 41}}, ["warning: a prompt of prepare.max_prompt 30 tokens and on_policy.max_tokens 12 make more than data.length 41"]),
+        ({"trainer": {"accumulate_grad_batches": 4}}, []),
+        ({"trainer": {"accumulate_grad_batches": 5}}, ["warning: trainer.accumulate_grad_batches is 5, but a process has 4 rollouts a step"]),
+        ({"data": {"features": "stored"}}, ["warning: data.features is stored, but on-policy training"]),
+        ({"objective": {"class_path": "Distillation"}}, ["note: of every round Distillation scores what was accepted"]),
+        ({"objective": {"class_path": "Distillation"}, "on_policy": {"replay": "text"}}, []),
+        ({"objective": {"class_path": "Distillation"}, "on_policy": {"replay": "first_rejection"}}, []),
+        ({"on_policy": {"fresh": 1.0}}, []),  # 8 new ones for 2 steps of 4
+        ({"on_policy": {"every": 4, "fresh": 0.5}}, []),
+        ({"on_policy": {"every": 4, "fresh": 0.6}}, ["note: on_policy.fresh is 0.6, but 8 new rollouts for 4 steps of 4"]),
+        ({"on_policy": {"every": 4, "fresh": 1.0, "buffer": 8}}, []),  # there are no others
+    ],
+)  # fmt: skip
+def test_what_is_hardly_meant_is_said(planned, sections, said):
+    found = notes(planned(**sections)[1])
+    assert len(found) == len(said) and all(a.startswith(b) for a, b in zip(found, said, strict=True)), found
+
+
+@pytest.mark.parametrize(("every", "buffer", "share"), [(4, 16, "50%"), (8, 32, "25%"), (8, 64, "25%"), (5, 32, "40%")])
+def test_the_share_of_new_rollouts_is_what_steps_have(planned, every, buffer, share):
+    """Of `every` draws of a lane two are new, while the older ones suffice."""
+    _, lines = planned(on_policy={"every": every, "buffer": buffer, "fresh": 1.0})
+    assert f": {share} of a step's are new; " in line(lines, "note: on_policy.fresh is 1")
+
+
+def test_answers_that_are_cut_are_counted_where_there_are_chats(planned, tmp_path, tiny_llama):
+    make_run(tmp_path / "tiny", tiny_llama)
+    store = TokenStore.open(tmp_path / "tiny" / "data" / "train")
+    prompts = {tuple(chat.ids[: chat.supervised.tolist().index(True)].tolist()) for chat in map(store.chat, range(len(store)))}
+    longest = max(map(len, prompts))
+    assert not notes(planned(data={"length": longest + 12})[1])
+    for less in (1, 5):
+        length = longest + 12 - less
+        cut = sum(len(prompt) + 12 > length for prompt in prompts)
+        [said] = notes(planned(data={"length": length})[1])
+        assert said.startswith(
+            f"warning: {cut} of {len(prompts)} prompts, the longest of {longest} tokens, and on_policy.max_tokens 12 make more than"
+        )
+        assert f"raise data.length to {longest + 12}, " in said
+
+
+def test_a_section_that_nobody_reads_is_said(planned):
+    [said] = warnings(planned(task="distill", on_policy={"rollouts": 8, "batch": 4})[1])
+    assert said.startswith("warning: on_policy is set, but task is distill")
+    assert not warnings(planned(task="distill")[1])
+
+
+def test_learning_while_serving_is_told_where_it_is_set(planned):
+    steady = {"optimizer": {"schedule": "constant"}}
+    assert not [each for each in planned(**steady)[1] if each.startswith("adapt: ")]
+    _, lines = planned(adapt={"every": 5, "fall": 0.1}, **steady)
+    assert line(lines, "adapt: ").startswith(
+        "adapt: learns 1 step(s) from the places of first rejected drafts of every 5 answers; "
+    )
+    assert not warnings(lines)
+    [said] = warnings(planned(adapt={"every": 5}, optimizer={"schedule": "cosine"})[1])
+    assert said.startswith("warning: adapt would refuse: optimizer.schedule is cosine")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in RECIPES if load_recipe([path])[0].task == "on_policy"],
+    ids=lambda path: f"{path.parent.name}-{path.stem}",
+)
+def test_recipes_have_no_warning_and_wait_for_their_start(tmp_path, path):
+    REAL[path.parent.name]().save_pretrained(tmp_path)
+    recipe, _ = load_recipe([path], [("target.path", str(tmp_path))])
+    lines = []
+    with pytest.raises(UserError, match=r"train the recipe named [\w.-]+ first, which makes it"):
+        for each in arithmetic(recipe, Run(tmp_path / "run"), Topology()):
+            lines.append(each)
+    assert not notes(lines) and line(lines, "device (cpu)")
