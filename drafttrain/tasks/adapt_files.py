@@ -7,6 +7,7 @@ logs/version_N/metrics.csv   a row for each update and each measurement of the g
 """
 
 import csv
+import hashlib
 import io
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from drafttrain.tasks.adapt_learner import Learnt
 from drafttrain.types import Identity, Request
 
 STATE = "adapted.pt"
+SEAL_BYTES = 32
+"""Of the sha256 behind it."""
 COLUMNS = (
     "step", "prompts", "tokens_seen", "lr", "train/loss", "serve/tau", "held_out/tau", "held_out/tau_passed", "rollbacks",
 )  # fmt: skip
@@ -68,7 +71,7 @@ class AdaptFiles:
             return None
         way_out = f"delete {self.state} to begin anew from {self.best}/ with a fresh optimizer"
         try:
-            found = torch.load(self.state, map_location="cpu", weights_only=True)
+            found = torch.load(io.BytesIO(self._unsealed()), map_location="cpu", weights_only=True)
             changed = [name for name, value in self.facts.items() if found["facts"].get(name) != value]
             held_out = [Request(key, ids, limit) for key, ids, limit in found["held_out"]]
             state = AdaptState(Progress(**found["progress"]), Learnt(**found["now"]), Learnt(**found["passed"]), held_out)
@@ -87,7 +90,15 @@ class AdaptFiles:
         buffer = io.BytesIO()
         torch.save({"facts": self.facts} | content, buffer)
         with explain_full_disk(self.state, "what was saved before is whole and kept."):
-            write_atomic(self.state, buffer.getvalue())
+            write_atomic(self.state, [data := buffer.getvalue(), hashlib.sha256(data).digest()])
+
+    def _unsealed(self) -> bytes:
+        """What was saved. ValueError if another hash stands behind it: torch would take a flipped bit for a weight."""
+        data = self.state.read_bytes()
+        content, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
+        if hashlib.sha256(content).digest() != seal:
+            raise ValueError("its content is not what was written there")
+        return content
 
     def save_drafter(self, folder: Path, net: DrafterNet, learnt: Learnt, identity: Identity, progress: Progress) -> None:
         """A drafter of these weights, as training saves one."""
@@ -110,7 +121,10 @@ class AdaptLog:
         """Add a row, at once."""
         began = self.path.exists()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", newline="", encoding="utf-8") as file:
+        with (
+            explain_full_disk(self.path, "what was saved before is whole and kept."),
+            self.path.open("a", newline="", encoding="utf-8") as file,
+        ):
             table = csv.DictWriter(file, COLUMNS)
             if not began:
                 table.writeheader()

@@ -362,9 +362,17 @@ def test_a_damaged_state_and_other_settings_are_refused(domains, tmp_path):
         UserError, match=r"optimizer\.betas: \[0\.9, 0\.95\] before, \[0\.5, 0\.95\] now\); undo the change, or delete"
     ):
         files.read()
-    files.state.write_bytes(files.state.read_bytes()[:100])
-    with pytest.raises(UserError, match="cannot be read"):
-        files.read()
+    whole = files.state.read_bytes()
+    for place in range(0, len(whole), len(whole) // 20):
+        files.state.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        with pytest.raises(
+            UserError, match=r"cannot be read \(its content is not what was written there\); restore it, or delete"
+        ):
+            files.read()
+    for count in (0, 20, 100, len(whole) - 1):
+        files.state.write_bytes(whole[:count])
+        with pytest.raises(UserError, match="cannot be read"):
+            files.read()
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------------
