@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -169,6 +170,7 @@ def test_no_prompts_change_nothing(made, tmp_path, capsys):
     [
         ([], "adapt needs prompts: --prompts FILE"),
         (["--prompts", "none.jsonl"], "--prompts none.jsonl: no such file or directory"),
+        (["--prompts", "/"], "--prompts /: is a directory"),
         (["--prompts", "-", "--optimizer.schedule", "cosine"], "set it to constant"),
         (["--prompts", "-", "--out", "/proc/none/x"], "--out /proc/none/x: "),
         (["--prompts", "-", "--adapt.fall", "2"], "adapt.fall is 2"),
@@ -180,6 +182,50 @@ def test_what_is_refused(made, capsys, monkeypatch, more, words):
         assert main(["adapt", *made[0], *more]) == 2
     err = capsys.readouterr().err
     assert words in err and err.startswith("error: ")
+
+
+def test_a_limit_that_leaves_no_room_for_any_prompt_is_refused(made, tmp_path, capsys):
+    prompts = written(tmp_path / "p.jsonl", rows(1))
+    assert main(["adapt", *made[0], "--prompts", prompts, "--adapt.max_tokens", "508"]) == 2
+    assert "adapt.max_tokens is 508" in (err := capsys.readouterr().err) and "lower it to 507 at most" in err
+    assert main(["adapt", *made[0], "--prompts", prompts, "--adapt.max_tokens", "507"]) == 0
+
+
+def test_a_closed_stdin_is_said(made, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main(["adapt", *made[0], "--prompts", "-"]) == 2
+    assert "stdin is closed" in capsys.readouterr().err
+
+
+def test_what_was_learnt_is_saved_where_answers_cannot_be_written(made, tmp_path, capsys, monkeypatch):
+    flags, run = made
+    prompts = written(tmp_path / "p.jsonl", rows(7))
+    command = ["adapt", *flags, "--prompts", prompts]
+    assert main([*command, "--out", "/dev/full"]) == 2
+    assert "The disk is full (/dev/full): what was learnt is saved" in capsys.readouterr().err
+    assert torch.load(run / "checkpoints" / "adapted.pt", weights_only=True)["progress"]["prompts"] == 1
+    written_so_far = []
+
+    def write(answer):
+        if len(written_so_far) == 4:
+            raise ConnectionResetError
+        written_so_far.append(answer)
+
+    monkeypatch.setattr("drafttrain.commands.adapt._writer", lambda out, place: write)
+    with pytest.raises(ConnectionResetError):
+        main(command)
+    progress = torch.load(run / "checkpoints" / "adapted.pt", weights_only=True)["progress"]
+    assert progress["prompts"] == 6 and progress["updates"] > 0
+
+
+def test_a_lost_newest_drafter_is_no_loss(made, tmp_path, capsys):
+    flags, run = made
+    command = ["adapt", *flags, "--prompts", written(tmp_path / "p.jsonl", rows(4))]
+    assert main(command) == 0
+    shutil.rmtree(run / "checkpoints" / "last_drafter")
+    assert main(command) == 0
+    assert "4 prompts answered; 2 updates" in capsys.readouterr().err
+    assert (run / "checkpoints" / "last_drafter" / "drafter.json").exists()
 
 
 def test_several_processes_are_refused(made, capsys, monkeypatch):

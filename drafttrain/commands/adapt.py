@@ -6,9 +6,10 @@ with exit code 0.
 
 import json
 import os
+import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
@@ -17,7 +18,7 @@ from drafttrain.commands.drafts import load_draft
 from drafttrain.commands.prompt_stream import Lines, PromptStream
 from drafttrain.errors import UserError
 from drafttrain.export.card import MADE_FILE
-from drafttrain.files import RunLock
+from drafttrain.files import RunLock, explain_full_disk, restore_folder
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run
@@ -59,7 +60,7 @@ def run(recipe: Recipe, options: Options) -> None:
         _say(f"adapting {draft}, {adapter.progress.updates} updates so far; answers go to {options.out or 'stdout'}")
         prompts = PromptStream(Lines(handle, stop), target, recipe.adapt.max_tokens, adapter.roller.drafts, _say)
         before = adapter.progress.prompts
-        adapter.serve(prompts, _writer(out))
+        adapter.serve(prompts, _writer(out, options.out or "stdout"))
         done = adapter.progress
         _say(f"{done.prompts - before:,} prompts answered; {done.updates:,} updates and {done.rollbacks:,} rollbacks so far")
 
@@ -69,7 +70,8 @@ def _start(folder: Run, files: AdaptFiles, asked: Path | None) -> Path:
     if files.state.exists():
         if asked is not None:
             _say(f"note: --draft {asked} is not read again: the run goes on from its own drafter")
-        return files.last_drafter
+        restore_folder(files.last_drafter)
+        return files.last_drafter if files.last_drafter.exists() else files.best  # of either only the shape is needed
     if asked is not None:
         return asked
     for place, sign in ((folder.best, "drafter.json"), (folder.export, MADE_FILE)):  # best is in fp32, an export may be rounded
@@ -91,6 +93,8 @@ def _facts(recipe: Recipe) -> dict[str, Any]:
 def _opened(place: str) -> Iterator[int]:
     """File descriptor of the prompts."""
     if place == STDIN:
+        if sys.stdin is None:  # started with `<&-`
+            raise UserError("--prompts -: stdin is closed; pipe prompts into it, or give a file.")
         yield sys.stdin.fileno()
         return
     try:
@@ -100,6 +104,8 @@ def _opened(place: str) -> Iterator[int]:
             f"--prompts {place}: {(error.strerror or str(error)).lower()}; give a file of prompts, or - for stdin."
         ) from None
     try:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise UserError(f"--prompts {place}: is a directory; give a file of prompts, or - for stdin.")
         yield handle
     finally:
         os.close(handle)
@@ -116,13 +122,17 @@ def _written(place: Path | None) -> Iterator[TextIO]:
         file = place.open("a", encoding="utf-8")
     except OSError as error:
         raise UserError(f"--out {place}: {(error.strerror or str(error)).lower()}; give a file that can be written.") from None
-    with file:
+    try:
         yield file
+    finally:
+        with suppress(OSError):  # a full disk: what could not be written was said when it was tried
+            file.close()
 
 
-def _writer(out: TextIO) -> Callable[[Answer], None]:
+def _writer(out: TextIO, place: Path | str) -> Callable[[Answer], None]:
     def write(answer: Answer) -> None:
-        print(json.dumps(asdict(answer), ensure_ascii=False), file=out, flush=True)
+        with explain_full_disk(place, "what was learnt is saved, and the last answer is missing."):
+            print(json.dumps(asdict(answer), ensure_ascii=False), file=out, flush=True)
 
     return write
 

@@ -66,9 +66,14 @@ class PromptStream:
     """Requests to the target, one for each good line."""
 
     def __init__(self, lines: Lines, target: Target, limit: int, drafts: int, say: Callable[[str], None]):
-        """`limit`: most tokens of an answer. `drafts`: of a round, for which the target must have room too."""
+        """`limit`: most tokens of an answer. `drafts`: of a round, for which the target must have room too. UserError if no prompt could be answered."""
         self.lines, self.target, self.limit, self.say = lines, target, limit, say
         self._room = target.max_positions - limit - drafts - 1
+        if self._room < 1:
+            raise UserError(
+                f"adapt.max_tokens is {limit}, which leaves no room for a prompt within the target's {target.max_positions:,} positions; lower it "
+                f"to {target.max_positions - drafts - 2:,} at most."
+            )
         self._number = 0
 
     def take(self, most: int) -> list[Request]:

@@ -21,6 +21,7 @@ from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import acceptance, count
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.drafters.base import DrafterNet
+from drafttrain.errors import UserError
 from drafttrain.target.target import Target
 from drafttrain.tasks.adapt_config import AdaptConfig
 from drafttrain.tasks.adapt_files import AdaptFiles, AdaptLog, AdaptState, Progress
@@ -137,7 +138,11 @@ class Adapter:
         while requests := prompts.take(min(self.config.slots, self.config.every - len(self._pending))):
             for request, rollout in self._answered(requests):
                 self._note(request, rollout)
-                write(self._answer(rollout))
+                try:
+                    write(self._answer(rollout))
+                except (OSError, UserError):  # nobody reads any more, or the disk is full: what was learnt need not go with it
+                    self._save()
+                    raise
             if len(self._pending) == self.config.every:
                 self._update()
         if self.progress.updates > self.progress.checked and self.guard.held_out and not self.stop.requested:
