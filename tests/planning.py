@@ -1,7 +1,9 @@
-"""Plans of small recipes: writes one, runs `plan`, reads its lines."""
+"""Plans of small recipes, and trainings of the same: writes one, runs `plan`, reads its lines."""
 
 import pytest
 import yaml
+from on_policy_forms import SMALL
+from tiny_run import make_run, start
 
 from drafttrain.cli import main
 from drafttrain.errors import UserError
@@ -12,6 +14,9 @@ EAGLE = {"class_path": "Eagle", "init_args": {"draft_vocab": 200}}
 HYDRA = {"class_path": "Hydra", "init_args": {"heads": 3, "prefix": True}}
 MEDUSA = {"class_path": "Medusa", "init_args": {"heads": 3, "own_heads": True, "draft_vocab": 200}}
 DRAFTERS = pytest.mark.parametrize("drafter", [EAGLE3, EAGLE, HYDRA, MEDUSA], ids=lambda drafter: drafter["class_path"])
+BOTH = {"class_path": "OnPolicyDistillation"}
+QUIET = {"prepare": {"held_out": 3, "max_prompt": 30}, "optimizer": {"warmup_steps": 0}, "data": {"features": "online"}}
+"""Sections that nothing is warned of."""
 
 
 def planner(folder, target, capsys):
@@ -43,6 +48,39 @@ def planner(folder, target, capsys):
     return plan
 
 
+def on_policy_planner(folder, target, capsys):
+    """As `planner`, for an on-policy recipe without warnings."""
+    plan = planner(folder, target, capsys)
+
+    def on_policy(drafter=EAGLE3, code=0, task="on_policy", **sections):
+        merged = {"on_policy": SMALL, "objective": BOTH, **QUIET} if task == "on_policy" else dict(QUIET)
+        for name, values in sections.items():
+            merged[name] = {**merged.get(name, {}), **values}
+        return plan(drafter, code, task=task, **merged)
+
+    return on_policy
+
+
+def trainer_of(folder, target, target_folder):
+    """A function that trains in the run folder of the plan (which it makes), and returns what training refuses; "" for nothing.
+
+    Args:
+        target: that of the folder, loaded.
+    """
+
+    def begin(on_policy=SMALL, **sections) -> str:
+        if not (folder / "tiny").exists():
+            make_run(folder / "tiny", target)
+        drafter = {"taps": [0, 1, 3], "depth": 2, "draft_vocab": 200}
+        try:
+            start(folder / "tiny", target_folder, drafter=drafter, on_policy=on_policy, **sections)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    return begin
+
+
 def line(lines, start) -> str:
     [found] = [each for each in lines if each.startswith(start)]
     return found
@@ -50,6 +88,10 @@ def line(lines, start) -> str:
 
 def warnings(lines) -> list[str]:
     return [each for each in lines if each.startswith("warning: ")]
+
+
+def notes(lines) -> list[str]:
+    return [each for each in lines if each.startswith(("warning: ", "note: "))]
 
 
 def refusal_of(ask, *args) -> str:

@@ -1,4 +1,4 @@
-"""What `plan` says of on-policy recipes, against what training then makes, keeps and refuses, and against an engine's own buffers."""
+"""What `plan` counts of on-policy recipes, against what training then makes and keeps, and against an engine's own buffers."""
 
 import random
 import re
@@ -9,26 +9,22 @@ import torch
 from drafters.test_faces import DRAFTERS as EVERY_DRAFTER
 from on_policy_forms import FORMS, SMALL
 from on_policy_forms import make_run as make_unmasked_run
-from planning import EAGLE3, HYDRA, line, planner, warnings
-from recipe_targets import REAL, RECIPES
-from tiny_run import make_run, start
+from planning import line, on_policy_planner, trainer_of
+from tiny_run import ragged_chats, start, write_store
 from torch.utils._pytree import tree_leaves
 
-from drafttrain.commands.plan import arithmetic, outline
+from drafttrain.commands.plan import outline
 from drafttrain.commands.plan_engine import bytes_as, engine_buffers
 from drafttrain.commands.plan_on_policy import Prompts, most_elements, most_rows
 from drafttrain.data.packing import pack
-from drafttrain.data.store import TokenStore
+from drafttrain.data.shards import Chat
 from drafttrain.data.stream import DataConfig
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.drafters.save import save_drafter
-from drafttrain.errors import UserError
 from drafttrain.files import human_bytes
 from drafttrain.losses import Distillation
-from drafttrain.recipe import load_recipe
 from drafttrain.replay_loss import OnPolicyDistillation
-from drafttrain.run import Run
 from drafttrain.tasks import train as training
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.rollouts import Replayer, Roller
@@ -36,39 +32,15 @@ from drafttrain.topology import Topology
 from drafttrain.types import Request
 from drafttrain.vocab import DraftVocabulary
 
-BOTH = {"class_path": "OnPolicyDistillation"}
-QUIET = {"prepare": {"held_out": 3, "max_prompt": 30}, "optimizer": {"warmup_steps": 0}, "data": {"features": "online"}}
-
 
 @pytest.fixture
 def planned(tmp_path, target_folders, capsys):
-    """As `planner`, for an on-policy recipe without warnings."""
-    plan = planner(tmp_path, target_folders("llama"), capsys)
-
-    def on_policy(drafter=EAGLE3, code=0, task="on_policy", **sections):
-        merged = {"on_policy": SMALL, **QUIET, "objective": BOTH} if task == "on_policy" else dict(QUIET)
-        for name, values in sections.items():
-            merged[name] = {**merged.get(name, {}), **values}
-        return plan(drafter, code, task=task, **merged)
-
-    return on_policy
+    return on_policy_planner(tmp_path, target_folders("llama"), capsys)
 
 
 @pytest.fixture
 def began(tmp_path, tiny_llama, target_folders):
-    """A function that trains in the run folder of the plan, and returns what training refuses; "" for nothing."""
-
-    def begin(on_policy=SMALL, **sections) -> str:
-        if not (tmp_path / "tiny").exists():
-            make_run(tmp_path / "tiny", tiny_llama)
-        drafter = {"taps": [0, 1, 3], "depth": 2, "draft_vocab": 200}
-        try:
-            start(tmp_path / "tiny", target_folders("llama"), drafter=drafter, on_policy=on_policy, **sections)
-        except UserError as error:
-            return str(error)
-        return ""
-
-    return begin
+    return trainer_of(tmp_path, tiny_llama, target_folders("llama"))
 
 
 def numbers(text: str, pattern: str) -> list[int]:
@@ -154,6 +126,16 @@ def test_prompts_that_have_no_room_are_left_out_in_the_words_of_training(planned
     assert began(**{"objective": OnPolicyDistillation(), "trainer": {"max_steps": 1}} | sections) == ""
     [said] = [each for each in capsys.readouterr().out.splitlines() if "left out" in each]
     assert said in planned(**sections)[1]
+
+
+def test_a_prompt_that_several_chats_share_is_one(planned, began, tmp_path, tiny_llama, capsys):
+    chats = ragged_chats(23, len(tiny_llama.tokenizer))
+    again = [Chat(f"again-{chat.key}", chat.ids, chat.supervised) for chat in chats]
+    write_store(tmp_path / "tiny" / "data" / "train", [*chats, *again], tiny_llama.identity)
+    _, lines = planned()
+    assert began(objective=OnPolicyDistillation(), trainer={"max_steps": 1}) == ""
+    [prompts] = re.findall(r"8 of (\d+) prompts are answered", capsys.readouterr().out)
+    assert f" rollouts answer {prompts} prompts " in line(lines, "passes over the prompts: ") and int(prompts) <= 23
 
 
 def test_no_prompt_with_room_is_refused_as_training_does(planned, began):
@@ -268,141 +250,3 @@ def test_a_drafter_whose_tau_is_known_tells_the_likely_bytes(planned, tmp_path, 
         for each in planned(on_policy={"replay": "text"}, objective={"class_path": "Distillation"})[1]
         if each.startswith("rollouts are")
     ]
-
-
-# ---- what training would refuse -------------------------------------------------------------------------------------------------
-
-
-def test_a_random_drafter_is_refused_as_training_does(planned, began):
-    refused = began(SMALL | {"from_random": False})
-    assert planned(code=2, on_policy={"from_random": False})[1][-1] == f"error: {refused}"
-
-
-def test_a_run_that_goes_on_needs_no_start(planned, began):
-    assert began(objective=OnPolicyDistillation()) == ""
-    planned(on_policy={"from_random": False})
-
-
-def test_processes_that_cannot_share_a_step_are_refused_as_training_does(planned, began, monkeypatch):
-    refused = began(topology=Topology(3, 3, 0, 0, "cpu"))
-    for name, value in {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert planned(code=2)[1][-1] == f"error: {refused}"
-    assert "on_policy.batch is 4, which 3 processes" in refused
-
-
-def test_an_objective_of_rounds_is_refused_where_there_are_none(planned, began):
-    refused = began(None, objective=OnPolicyDistillation())
-    assert planned(code=2, task="distill", objective=BOTH)[1][-1] == f"error: {refused}"
-    assert began(SMALL | {"replay": "text"}, objective=OnPolicyDistillation())
-    _, lines = planned(code=2, on_policy={"replay": "text"})
-    assert lines[-1].startswith("error: objective.class_path is OnPolicyDistillation, but on_policy.replay is text, ")
-    for replay in ("rounds", "first_rejection"):
-        planned(on_policy={"replay": replay})
-        planned(on_policy={"replay": replay}, objective={"class_path": "Distillation"})
-
-
-def test_more_drafts_than_heads_are_refused(planned):
-    _, lines = planned(HYDRA, code=2, on_policy={"drafts": 4})
-    assert lines[-1].startswith("error: on_policy.drafts asks for 4 drafts in a row, but this Hydra drafts at most 3")
-    planned(HYDRA, on_policy={"drafts": 3})
-
-
-@pytest.mark.parametrize(
-    ("where", "first"),
-    [("runs/first/checkpoints/best", "train the recipe named first first, which makes it, or "), ("a/b/c", ""), ("./a", "")],
-)
-def test_a_start_that_is_still_to_be_trained_is_refused_behind_the_plan(planned, where, first):
-    for task in ("on_policy", "distill"):
-        _, lines = planned(code=2, task=task, checkpoint={"start": where})
-        assert (
-            lines[-1]
-            == f"error: checkpoint.start is {where}, but there is no such folder; {first}give an existing folder or a Hub id (owner/name)."
-        )
-        assert line(lines, f"checkpoint.start {where}: no such folder yet") and line(lines, "device (cpu)")
-
-
-# ---- what is hardly meant --------------------------------------------------------------------------------------------------------
-
-
-def notes(lines) -> list[str]:
-    return [each for each in lines if each.startswith(("warning: ", "note: "))]
-
-
-@pytest.mark.parametrize(
-    ("sections", "said"),
-    [
-        ({}, []),
-        ({"data": {"length": 42}}, []),
-        ({"data": {"length": 41}}, ["warning: a prompt of prepare.max_prompt 30 tokens and on_policy.max_tokens 12 make more than data.length 41"]),
-        ({"trainer": {"accumulate_grad_batches": 4}}, []),
-        ({"trainer": {"accumulate_grad_batches": 5}}, ["warning: trainer.accumulate_grad_batches is 5, but a process has 4 rollouts a step"]),
-        ({"data": {"features": "stored"}}, ["warning: data.features is stored, but on-policy training"]),
-        ({"objective": {"class_path": "Distillation"}}, ["note: of every round Distillation scores what was accepted"]),
-        ({"objective": {"class_path": "Distillation"}, "on_policy": {"replay": "text"}}, []),
-        ({"objective": {"class_path": "Distillation"}, "on_policy": {"replay": "first_rejection"}}, []),
-        ({"on_policy": {"fresh": 1.0}}, []),  # 8 new ones for 2 steps of 4
-        ({"on_policy": {"every": 4, "fresh": 0.5}}, []),
-        ({"on_policy": {"every": 4, "fresh": 0.6}}, ["note: on_policy.fresh is 0.6, but 8 new rollouts for 4 steps of 4"]),
-        ({"on_policy": {"every": 4, "fresh": 1.0, "buffer": 8}}, []),  # there are no others
-    ],
-)  # fmt: skip
-def test_what_is_hardly_meant_is_said(planned, sections, said):
-    found = notes(planned(**sections)[1])
-    assert len(found) == len(said) and all(a.startswith(b) for a, b in zip(found, said, strict=True)), found
-
-
-@pytest.mark.parametrize(("every", "buffer", "share"), [(4, 16, "50%"), (8, 32, "25%"), (8, 64, "25%"), (5, 32, "40%")])
-def test_the_share_of_new_rollouts_is_what_steps_have(planned, every, buffer, share):
-    """Of `every` draws of a lane two are new, while the older ones suffice."""
-    _, lines = planned(on_policy={"every": every, "buffer": buffer, "fresh": 1.0})
-    assert f": {share} of a step's are new; " in line(lines, "note: on_policy.fresh is 1")
-
-
-def test_answers_that_are_cut_are_counted_where_there_are_chats(planned, tmp_path, tiny_llama):
-    make_run(tmp_path / "tiny", tiny_llama)
-    store = TokenStore.open(tmp_path / "tiny" / "data" / "train")
-    prompts = {tuple(chat.ids[: chat.supervised.tolist().index(True)].tolist()) for chat in map(store.chat, range(len(store)))}
-    longest = max(map(len, prompts))
-    assert not notes(planned(data={"length": longest + 12})[1])
-    for less in (1, 5):
-        length = longest + 12 - less
-        cut = sum(len(prompt) + 12 > length for prompt in prompts)
-        [said] = notes(planned(data={"length": length})[1])
-        assert said.startswith(
-            f"warning: {cut} of {len(prompts)} prompts, the longest of {longest} tokens, and on_policy.max_tokens 12 make more than"
-        )
-        assert f"raise data.length to {longest + 12}, " in said
-
-
-def test_a_section_that_nobody_reads_is_said(planned):
-    [said] = warnings(planned(task="distill", on_policy={"rollouts": 8, "batch": 4})[1])
-    assert said.startswith("warning: on_policy is set, but task is distill")
-    assert not warnings(planned(task="distill")[1])
-
-
-def test_learning_while_serving_is_told_where_it_is_set(planned):
-    steady = {"optimizer": {"schedule": "constant"}}
-    assert not [each for each in planned(**steady)[1] if each.startswith("adapt: ")]
-    _, lines = planned(adapt={"every": 5, "fall": 0.1}, **steady)
-    assert line(lines, "adapt: ").startswith(
-        "adapt: learns 1 step(s) from the places of first rejected drafts of every 5 answers; "
-    )
-    assert not warnings(lines)
-    [said] = warnings(planned(adapt={"every": 5}, optimizer={"schedule": "cosine"})[1])
-    assert said.startswith("warning: adapt would refuse: optimizer.schedule is cosine")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in RECIPES if load_recipe([path])[0].task == "on_policy"],
-    ids=lambda path: f"{path.parent.name}-{path.stem}",
-)
-def test_recipes_have_no_warning_and_wait_for_their_start(tmp_path, path):
-    REAL[path.parent.name]().save_pretrained(tmp_path)
-    recipe, _ = load_recipe([path], [("target.path", str(tmp_path))])
-    lines = []
-    with pytest.raises(UserError, match=r"train the recipe named [\w.-]+ first, which makes it"):
-        for each in arithmetic(recipe, Run(tmp_path / "run"), Topology()):
-            lines.append(each)
-    assert not notes(lines) and line(lines, "device (cpu)")
