@@ -98,7 +98,7 @@ class OnPolicyDistillation(Objective):
         if stream_N is None:
             raise UserError(
                 "objective.class_path is OnPolicyDistillation, but the training texts have no record of what was drafted, accepted and rejected; "
-                "choose Distillation, or train on policy, where every answer has one."
+                "choose Distillation, or train with task on_policy and on_policy.replay rounds, where every answer has one."
             )
         counts = {f"depth_{k}": 0.0 for k in range(1, depth + 1)}
         for number in self._weights:
