@@ -120,6 +120,7 @@ class Adapter:
         self.guard = Guard(target, self.roller, self.learner, self.config)
         self.progress, self.log = Progress(), AdaptLog(files.logs)
         self._pending: list[Rollout] = []
+        self._said_nothing = False
         self._accepted: list[int] = []
         """Of every round since the last row of the log."""
         if (saved := files.read()) is not None:
@@ -187,6 +188,12 @@ class Adapter:
         loss = self.learner.learn(self._pending, self.progress.updates)
         learnt, self._pending = sum(len(rollout.ids) for rollout in self._pending), []
         if loss is None:
+            if not self._said_nothing:
+                self.say(
+                    f"note: {self.config.every} answers had nothing to learn from (no rejected draft, or none within data.length "
+                    f"{self.learner.sections.length} of prompt and answer, or none of the draft vocabulary); this is said once"
+                )
+            self._said_nothing = True
             return
         self.progress.updates += 1
         self.progress.tokens += learnt

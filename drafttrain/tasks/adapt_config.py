@@ -46,6 +46,11 @@ class AdaptConfig:
         for name in ("every", "steps", "max_tokens", "slots", "guard_prompts", "guard_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"adapt.{name} is {getattr(self, name)}, but must be 1 or more.")
+        if self.max_tokens < 2:
+            raise UserError(
+                f"adapt.max_tokens is {self.max_tokens}, but must be 2 or more: the first token of an answer is not drafted, so there would be "
+                "nothing to learn."
+            )
         if self.hold_out_every < 2:
             raise UserError(f"adapt.hold_out_every is {self.hold_out_every}, but must be 2 or more: the others are learnt from.")
         if self.drafts is not None and self.drafts < 1:

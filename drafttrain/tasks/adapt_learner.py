@@ -50,6 +50,10 @@ class AdaptSections:
             raise UserError(
                 f"optimizer.schedule is {self.optimizer.schedule}, which ends at a last step, but a stream of prompts has none; set it to constant."
             )
+        if self.clip is not None and not (isinstance(self.clip, int | float) and 0 <= self.clip < math.inf):
+            raise UserError(
+                f"trainer.gradient_clip_val is {self.clip!r}, but must be a number, or 0 or null to leave gradients as they are."
+            )
         if not any(self.streams):
             raise UserError(
                 "adapt.replay is first_rejection, which learns from the target's tokens alone, but objective.init_args.accepted_weight 0 leaves those "

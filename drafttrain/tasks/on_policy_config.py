@@ -45,6 +45,11 @@ class OnPolicyConfig:
         for name in ("rollouts", "every", "batch", "buffer", "max_tokens", "slots"):
             if getattr(self, name) < 1:
                 raise UserError(f"on_policy.{name} is {getattr(self, name)}, but must be 1 or more.")
+        if self.max_tokens < 2:
+            raise UserError(
+                f"on_policy.max_tokens is {self.max_tokens}, but must be 2 or more: the first token of an answer is not drafted, so there would be "
+                "nothing to learn."
+            )
         if self.drafts is not None and self.drafts < 1:
             raise UserError(
                 f"on_policy.drafts is {self.drafts}, but must be 1 or more, or null to draft as deep as the drafter goes."

@@ -228,10 +228,11 @@ def test_the_newest_prompts_are_held_out(domains, tmp_path):
 
 
 def test_nothing_to_learn_is_no_update(domains, tmp_path):
-    adapting = adapter(domains, tmp_path)
+    said: list[str] = []
+    adapting = adapter(domains, tmp_path, said=said)
     answers = serve(adapting, [Request(f"p{i}", (A, A + 1), 1) for i in range(9)])  # the prefill says it all: no round
     assert len(answers) == 9 and all(answer.tau == 1 for answer in answers) and adapting.progress.updates == 0
-    assert not adapting.log.path.exists()
+    assert not adapting.log.path.exists() and len(said) == 1 and "nothing to learn from" in said[0]
 
 
 def test_answers_with_a_masked_token_are_not_learnt_from(tiny_llama, tmp_path):
@@ -382,6 +383,9 @@ def test_what_has_no_end_or_nothing_to_learn_is_refused(domains, tmp_path):
     optimizer = OptimizerConfig()
     with pytest.raises(UserError, match="optimizer.schedule is cosine.*set it to constant"):
         AdaptSections(AdaptConfig(), Distillation(), optimizer, length=64, seed=0)
+    for clip in (-1.0, float("nan"), "a"):
+        with pytest.raises(UserError, match=r"trainer\.gradient_clip_val is"):
+            sections(clip=clip)
     rejected = OnPolicyDistillation(accepted_weight=0.0)
     with pytest.raises(UserError, match=r"accepted_weight 0.*adapt\.replay to rounds"):
         sections(objective=rejected)

@@ -13,6 +13,7 @@ from drafttrain.tasks.adapt_config import AdaptConfig
         ("steps", 0),
         ("slots", 0),
         ("max_tokens", 0),
+        ("max_tokens", 1),
         ("guard_prompts", 0),
         ("guard_every", 0),
         ("hold_out_every", 1),

@@ -247,6 +247,7 @@ def test_a_prompt_that_comes_again_is_another_request():
         ({"batch": -1}, "on_policy.batch is -1"),
         ({"buffer": 0}, "on_policy.buffer is 0"),
         ({"max_tokens": 0}, "on_policy.max_tokens is 0"),
+        ({"max_tokens": 1}, "on_policy.max_tokens is 1, but must be 2 or more"),
         ({"slots": 0}, "on_policy.slots is 0"),
         ({"drafts": 0}, "on_policy.drafts is 0, but must be 1 or more, or null"),
         ({"fresh": 1.1}, "on_policy.fresh is 1.1, but is a share: it must lie between 0 and 1"),
