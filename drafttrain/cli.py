@@ -67,7 +67,8 @@ def guarded(run: Callable[[], None]) -> int:
         try:
             return _answered(run)
         finally:  # also where argparse ends the program behind its help
-            sys.stdout.flush()
+            if sys.stdout is not None:  # closed from the start
+                sys.stdout.flush()
     except BrokenPipeError:
         gone = [stream.fileno() for stream in (sys.stdout, sys.stderr) if _unread(stream.fileno())]
         if not gone:  # a pipe or socket of the program's own

@@ -42,7 +42,6 @@ from drafttrain.run import Run, dump_yaml
 from drafttrain.target.hub import hub_answers
 from drafttrain.target.load import locate, reason
 from drafttrain.target.target import Target
-from drafttrain.tasks.checkpoints import find_last
 from drafttrain.tasks.distill import token_sides
 from drafttrain.tasks.optimizer import require_whole_matrices, turned_by_muon
 from drafttrain.tasks.strategy import uses_deepspeed
@@ -69,14 +68,14 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     """What the recipe amounts to, one sentence a line.
 
     Raises:
-        UserError: what training would refuse; a store of another drafter's features comes behind the lines.
+        UserError: what training would refuse; a start that is not there and a store of another drafter's features come behind the lines.
     """
     target, unread = outline(recipe)
     store = _store(run)
     yield f"run folder: {run.folder}/"
     yield f"processes: {topology}"
     if recipe.task == "on_policy":
-        require_on_policy(recipe, topology, resumed=find_last(run.checkpoints) is not None)
+        require_on_policy(recipe, topology)
     else:
         require_text(recipe.objective)
         yield from _steps(recipe, store, topology, recipe.data.length if target is None else target.max_positions)
@@ -85,6 +84,7 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
         if recipe.task == "on_policy":
             yield from of_rollouts(recipe, topology, find_prompts(recipe, store))
         yield f"parameters and bytes: not known, because the target's config cannot be read: {unread}"
+        require_start(recipe, run)
         return
     counted = store if store is not None and store.manifest.identity.vocab == target.vocab else None
     start, said = find_start(recipe, run, target, None if counted is None else counted.manifest.identity)

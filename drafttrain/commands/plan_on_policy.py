@@ -81,18 +81,9 @@ def drafts_of(config: OnPolicyConfig, net: DrafterNet) -> int:
     return config.drafts or net.needs.depth
 
 
-def require_on_policy(recipe: Recipe, topology: Topology, resumed: bool) -> None:
-    """UserError as from training, where it needs neither target nor drafter to refuse.
-
-    Args:
-        resumed: whether the run goes on from a checkpoint of its own.
-    """
+def require_on_policy(recipe: Recipe, topology: Topology) -> None:
+    """UserError as from training, where it needs neither target nor drafter to refuse."""
     config = recipe.on_policy
-    if not resumed and recipe.checkpoint.start is None and not config.from_random:
-        raise UserError(
-            "task is on_policy, but checkpoint.start is null, and a drafter that has learnt nothing drafts nothing worth learning from; set "
-            "checkpoint.start to a trained one (runs/<name>/checkpoints/best), or on_policy.from_random to true."
-        )
     RolloutPlan(config, recipe.data.seed).lanes(topology.rank, topology.world)
     if config.replay == "text":
         try:

@@ -50,9 +50,17 @@ def find_start(recipe: Recipe, run: Run, target: Target, made_with: Identity | N
 
 
 def require_start(recipe: Recipe, run: Run) -> None:
-    """UserError where training would begin from a folder that is not there. Asked last: the plan of what comes behind it is of use before."""
+    """UserError where training has no drafter to begin from: the folder is not there, or on-policy training is given none. Asked last, since
+    the plan of what comes behind it is of use before."""
     where = recipe.checkpoint.start
-    if where is None or Path(where).expanduser().exists() or _may_be_hub_id(where) or find_last(run.checkpoints) is not None:
+    if find_last(run.checkpoints) is not None:
+        return
+    if where is None and recipe.task == "on_policy" and not recipe.on_policy.from_random:
+        raise UserError(
+            "task is on_policy, but checkpoint.start is null, and a drafter that has learnt nothing drafts nothing worth learning from; set "
+            "checkpoint.start to a trained one (runs/<name>/checkpoints/best), or on_policy.from_random to true."
+        )
+    if where is None or Path(where).expanduser().exists() or _may_be_hub_id(where):
         return
     name = _run_of(Path(where))
     first = "" if name is None else f"train the recipe named {name} first, which makes it, or "

@@ -26,7 +26,12 @@ def read_sealed(path: str | Path, what: str, way_out: str, keys: Sequence[str] =
 
     UserError if it is missing, no JSON object, not what was written, or lacks one of `keys`; `way_out` says what to do then.
     """
-    values = read_json(path, what)
+    try:
+        values = read_json(path, what)
+    except UserError:
+        if not Path(path).exists():
+            raise
+        raise unreadable(path, "it holds no JSON object", way_out) from None
     if not isinstance(values, dict):
         raise unreadable(path, "it holds no JSON object", way_out)
     seal = values.pop(SEAL, None)

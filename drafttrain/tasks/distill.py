@@ -116,6 +116,10 @@ class DistillTask(pl.LightningModule):
                 f"{totals['dropped']:.0f} labels outside the draft vocabulary); raise drafter.init_args.draft_vocab, data.length or "
                 "trainer.accumulate_grad_batches."
             )
+        return self._count(totals)
+
+    def _count(self, totals: dict[str, float]) -> dict[str, float]:
+        """The step behind a window with these totals is done."""
         self.position.step += 1
         self.position.rows += self.share.window_rows
         self.position.tokens += int(totals["tokens"])

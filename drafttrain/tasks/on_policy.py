@@ -63,6 +63,8 @@ class OnPolicyTask(DistillTask):
         drafts = None if config.replay == "text" else roller.drafts
         self._files = RolloutFiles(folder, plan, MadeWith(target.identity, net.needs.taps, drafts), way_out)
         self._window: list[MicroBatch] = []
+        self._idle = 0
+        """Steps in a row that had nothing to learn."""
 
     @property
     def bytes_beside(self) -> int:
@@ -86,16 +88,19 @@ class OnPolicyTask(DistillTask):
         return batch
 
     def close_window(self) -> dict[str, float]:
-        """As `DistillTask.close_window` says."""
+        """As `DistillTask.close_window` says; but a step may have nothing to learn, where all its drafts were accepted or its answers ended at once.
+        Its gradient is 0. UserError behind as many of them in a row as follow a refresh."""
         assert self.window is not None
-        totals = self.window.totals()
-        if not scored_elements(totals):
+        totals, config = self.window.totals(), self._replayer.plan.config
+        self._idle = 0 if scored_elements(totals) else self._idle + 1
+        if self._idle == config.every:
+            step = self.position.step + 1
             raise UserError(
-                f"Step {self.position.step + 1} had nothing to learn from: its {self._replayer.plan.config.batch} rollouts have {totals['tokens']:.0f} "
-                f"tokens within data.length {self._replayer.length}, and {totals['dropped']:.0f} labels outside the draft vocabulary; raise "
-                "data.length, drafter.init_args.draft_vocab or on_policy.batch."
+                f"Steps {step - config.every + 1} to {step} had nothing to learn from: the last one's {config.batch} rollouts have {totals['tokens']:.0f} "
+                f"tokens within data.length {self._replayer.length}, and {totals['dropped']:.0f} labels outside the draft vocabulary; if no draft was "
+                "rejected, or all answers ended at once, the drafter is done here; else raise data.length, drafter.init_args.draft_vocab or on_policy.batch."
             )
-        return super().close_window()
+        return self._count(totals)
 
     def save_beside(self) -> None:
         refresh = self._replayer.plan.last_refresh(self.position.step)

@@ -96,7 +96,7 @@ class RolloutFiles:
     def remove_others(self, refresh: int) -> None:
         """Deletes what no checkpoint needs any more. On one process, behind the checkpoint that needs `refresh`."""
         for path in self.folder.glob("refresh_*"):
-            if path != self._place(refresh):
+            if path.is_dir() and path != self._place(refresh):
                 shutil.rmtree(path)
 
     def restore(self, buffer: RolloutBuffer, refresh: int) -> None:

@@ -26,6 +26,7 @@ from drafttrain.decoding.measure import tried_of
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
+from drafttrain.errors import UserError
 from drafttrain.losses import Objective
 from drafttrain.replay import pack_rollouts, replay_layout
 from drafttrain.target.target import Target
@@ -166,6 +167,14 @@ class Replayer:
         """`prompts`: those that the rollouts answer, endlessly. `length`: tokens of a packed row. UserError if the processes cannot share a step evenly."""
         self.net, self.objective, self.roller, self.plan, self.prompts = net, objective, roller, plan, prompts
         self.share, self.length = share, length
+        accepted, rejected = objective.streams
+        self.streams = accepted, rejected and plan.config.replay == "rounds"
+        """Whether accepted and rejected drafts are scored."""
+        if plan.config.replay == "first_rejection" and not accepted:
+            raise UserError(
+                "on_policy.replay is first_rejection, which learns the target's token in the place of a rejected draft, but "
+                "objective.init_args.accepted_weight is 0; raise it, or set replay to rounds."
+            )
         self.order = PromptOrder(len(prompts), plan.seed)
         self.buffer = RolloutBuffer(plan, share.rank, share.world)
         self.log = RolloutLog(roller.drafts)
@@ -223,7 +232,7 @@ class Replayer:
             seeds: list[tuple[int, ...]] = [(self.plan.seed, step, place, b) for b in range(len(packed.sequences.ids_BT))]
             return packed.sequences, packed.features, net.layout(packed.sequences, numbers=seeds)
         layout = replay_layout(
-            packed, rollouts, net.needs.depth, net.speaks_V, streams=self.objective.streams,
+            packed, rollouts, net.needs.depth, net.speaks_V, streams=self.streams,
             first_rejection_only=config.replay == "first_rejection",
         )  # fmt: skip
         return packed.sequences, packed.features, layout

@@ -294,8 +294,12 @@ def _stream(
 
 
 def _require_start(sections: Sections, saved: Saved | None) -> None:
-    """UserError where an on-policy run would begin with a drafter that has learnt nothing."""
+    """UserError where an on-policy run would begin with a drafter that has learnt nothing, or would never answer a second time."""
     config = sections.on_policy
+    if config is not None and config.every > sections.max_steps:
+        raise UserError(
+            f"on_policy.every is {config.every}, but the run ends after {sections.max_steps} steps (trainer.max_steps); set every to that or less."
+        )
     if config is not None and saved is None and sections.checkpoint.start is None and not config.from_random:
         raise UserError(
             "task is on_policy, but checkpoint.start is null, and a drafter that has learnt nothing drafts nothing worth learning from; set "
@@ -309,7 +313,7 @@ def _prompts(
     """The prompts of the chats, each once, those that the target has room to answer, and a row of `length` tokens for a draft."""
     room = min(target.max_positions - config.max_tokens - (config.drafts or net.needs.depth) - 1, length - 2)
     every = list({request.ids: request for request in store.requests(config.max_tokens)}.values())
-    prompts = [request for request in every if len(request.ids) <= room]
+    prompts = [request for request in every if 1 <= len(request.ids) <= room]
     if not prompts:
         raise UserError(
             f"{store.folder}/ has no prompt that leaves room for {config.max_tokens} tokens within the target's {target.max_positions} positions, "

@@ -28,6 +28,7 @@ from drafttrain.replay import pack_rollouts, replay_layout
 from drafttrain.replay_loss import OnPolicyDistillation
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
+from drafttrain.tasks import rollouts
 from drafttrain.tasks.rollout_buffer import number_of
 from drafttrain.tasks.rollouts import Replayer, Roller
 from drafttrain.tasks.speed import make_score
@@ -208,7 +209,36 @@ def test_what_does_not_fit_a_row_is_cut(tmp_path, target, folder, monkeypatch, f
     assert all(math.isfinite(loss) and loss > 0 for loss in logged(run).values())
 
 
-NOTHING = r"^Step 1 had nothing to learn from: its 4 rollouts .* raise data\.length.* or on_policy\.batch\.$"
+def test_a_step_without_a_rejection_is_not_the_end(tmp_path, target, folder, monkeypatch):
+    """A drafter that got good: one step's rounds teach nothing, and the run goes on."""
+    steps, run = [], make_run(tmp_path / "run", target)
+
+    def none_once(*arguments, **options):
+        steps.append(options["streams"])
+        return replay_layout(*arguments, **options | ({"streams": (False, False)} if len(steps) == 2 else {}))
+
+    monkeypatch.setattr(rollouts, "replay_layout", none_once)
+    start(run, folder, **form_of("eagle3, first rejection"))
+    losses = logged(run)
+    assert losses[2] == 0 and all(losses[step] > 0 for step in (1, 3, 4)) and steps == [(True, False)] * 4
+
+
+def test_first_rejections_alone_are_learnt_whatever_the_objective(tmp_path, target, folder):
+    one, both = (make_run(tmp_path / name, target) for name in ("one", "both"))
+    form = form_of("eagle3, first rejection") | {"objective": OnPolicyDistillation()}
+    start(both, folder, **form)
+    assert not any(logged(both, "train/loss_rejected_depth_2").values())
+    with pytest.raises(UserError, match=r"accepted_weight is 0; raise it, or set replay to rounds\.$"):
+        start(one, folder, **form | {"objective": OnPolicyDistillation(accepted_weight=0.0)})
+
+
+def test_a_refresh_behind_the_last_step_is_refused(tmp_path, target, folder):
+    form = form_of("eagle3, rounds")
+    with pytest.raises(UserError, match=r"^on_policy\.every is 1000000, but the run ends after 4 steps"):
+        start(make_run(tmp_path / "run", target), folder, **form | {"on_policy": form["on_policy"] | {"every": 1_000_000}})
+
+
+NOTHING = r"^Steps 1 to 2 had nothing to learn from: the last one's 4 rollouts .* raise data\.length.* or on_policy\.batch\.$"
 NO_PROMPT = r"has no prompt that leaves room .* within a row of 5; lower on_policy\.max_tokens, or raise data\.length\.$"
 
 
