@@ -49,12 +49,21 @@ def test_processes_that_cannot_share_a_step_are_refused_as_training_does(planned
 def test_an_objective_of_rounds_is_refused_where_there_are_none(planned, began):
     refused = began(None, objective=OnPolicyDistillation())
     assert planned(code=2, task="distill", objective=BOTH)[1][-1] == f"error: {refused}"
-    assert began(SMALL | {"replay": "text"}, objective=OnPolicyDistillation())
-    _, lines = planned(code=2, on_policy={"replay": "text"})
-    assert lines[-1].startswith("error: objective.class_path is OnPolicyDistillation, but on_policy.replay is text, ")
+    assert planned(code=2, on_policy={"replay": "text"})[1][-1] == f"error: {refused}"
+    assert began(SMALL | {"replay": "text"}, objective=OnPolicyDistillation()) == refused != ""
     for replay in ("rounds", "first_rejection"):
         planned(on_policy={"replay": replay})
         planned(on_policy={"replay": replay}, objective={"class_path": "Distillation"})
+
+
+def test_what_first_rejections_or_few_steps_cannot_teach_is_refused_as_training_does(planned, began):
+    """No place of a rejected draft is learnt with accepted_weight 0; and there must be a step for every one of a refresh."""
+    refused = began(SMALL | {"replay": "first_rejection"}, objective=OnPolicyDistillation(accepted_weight=0.0))
+    alone = {**BOTH, "init_args": {"accepted_weight": 0.0}}
+    assert planned(code=2, on_policy={"replay": "first_rejection"}, objective=alone)[1][-1] == f"error: {refused}"
+    planned(objective=alone)
+    refused = began(trainer={"max_steps": 1})
+    assert planned(code=2, trainer={"max_steps": 1})[1][-1] == f"error: {refused}"
 
 
 def test_more_drafts_than_heads_are_refused(planned):
@@ -99,14 +108,14 @@ def test_a_start_that_is_still_to_be_trained_is_refused_behind_the_plan(planned,
     ],
 )  # fmt: skip
 def test_what_is_hardly_meant_is_said(planned, sections, said):
-    found = notes(planned(**sections)[1])
+    found = notes(planned(**{"trainer": {"max_steps": 4}} | sections)[1])
     assert len(found) == len(said) and all(a.startswith(b) for a, b in zip(found, said, strict=True)), found
 
 
 @pytest.mark.parametrize(("every", "buffer", "share"), [(4, 16, "50%"), (8, 32, "25%"), (8, 64, "25%"), (5, 32, "40%")])
 def test_the_share_of_new_rollouts_is_what_steps_have(planned, every, buffer, share):
     """Of `every` draws of a lane two are new, while the older ones suffice."""
-    _, lines = planned(on_policy={"every": every, "buffer": buffer, "fresh": 1.0})
+    _, lines = planned(on_policy={"every": every, "buffer": buffer, "fresh": 1.0}, trainer={"max_steps": 8})
     assert f": {share} of a step's are new; " in line(lines, "note: on_policy.fresh is 1")
 
 

@@ -17,7 +17,8 @@ def adapted(recipe: Recipe) -> list[str]:
         f"newest {config.guard_prompts} of them undo what loses more than {config.fall:.0%} of tau, looked at every {config.guard_every} updates"
     ]
     try:
-        AdaptSections(config, recipe.objective, recipe.optimizer, recipe.data.length, recipe.data.seed)
+        clip = recipe.trainer.get("gradient_clip_val")
+        AdaptSections(config, recipe.objective, recipe.optimizer, recipe.data.length, recipe.data.seed, clip=clip)
     except UserError as error:
         found.append(f"warning: adapt would refuse: {error}")
     return found

@@ -65,7 +65,7 @@ def find_prompts(
     room = recipe.data.length - 2
     if target is not None and net is not None:
         room = min(room, target.max_positions - limit - drafts_of(recipe.on_policy, net) - 1)
-    lengths = [length for length in every if length <= room]
+    lengths = [length for length in every if 1 <= length <= room]
     if not lengths:
         positions = "" if target is None else f" {target.max_positions}"
         raise UserError(
@@ -83,16 +83,19 @@ def drafts_of(config: OnPolicyConfig, net: DrafterNet) -> int:
 
 def require_on_policy(recipe: Recipe, topology: Topology) -> None:
     """UserError as from training, where it needs neither target nor drafter to refuse."""
-    config = recipe.on_policy
+    config, steps = recipe.on_policy, recipe.trainer.get("max_steps")
+    if steps and config.every > steps:
+        raise UserError(
+            f"on_policy.every is {config.every}, but the run ends after {steps} steps (trainer.max_steps); set every to that or less."
+        )
     RolloutPlan(config, recipe.data.seed).lanes(topology.rank, topology.world)
     if config.replay == "text":
-        try:
-            require_text(recipe.objective)
-        except UserError as error:
-            raise UserError(
-                f"objective.class_path is {type(recipe.objective).__name__}, but on_policy.replay is text, which keeps no record of what was drafted, "
-                "accepted and rejected; set on_policy.replay to rounds, or choose Distillation."
-            ) from error
+        require_text(recipe.objective)
+    if config.replay == "first_rejection" and not recipe.objective.streams[0]:
+        raise UserError(
+            "on_policy.replay is first_rejection, which learns the target's token in the place of a rejected draft, but "
+            "objective.init_args.accepted_weight is 0; raise it, or set replay to rounds."
+        )
 
 
 def require_text(objective: Objective) -> None:
@@ -148,7 +151,8 @@ def most_elements(recipe: Recipe, topology: Topology, depth: int) -> int:
     if config.replay == "text":
         return of_micro * config.max_tokens * depth
     accepted, rejected = recipe.objective.streams
-    return of_micro * config.max_tokens * (accepted + rejected * min(depth, config.drafts or depth))
+    drafted = min(depth, config.drafts or depth) if config.replay == "rounds" else 0
+    return of_micro * config.max_tokens * (accepted + rejected * drafted)
 
 
 def most_rows(recipe: Recipe, topology: Topology, prompts: Prompts) -> int:
