@@ -166,6 +166,20 @@ def test_no_micro_batch_scores_more_than_is_said(tmp_path, tiny_llama, target_fo
         assert max(found) > most / 2
 
 
+def test_logits_are_those_of_what_a_micro_batch_scores(planned):
+    """4 rollouts of 12 tokens, a round for each: one verified token and 2 drafts, over 200 words; or the stream of verified tokens alone."""
+    accepted = {"init_args": {"rejected_weight": 0.0}}
+    for objective, on_policy, elements in (
+        ({}, {}, 4 * 12 * 3),
+        ({}, {"replay": "first_rejection"}, 4 * 12),
+        (accepted, {}, 4 * 12),
+    ):
+        said = line(planned(objective=objective, on_policy=on_policy)[1], "device, on top: ")
+        assert said.endswith(f"one copy of a micro-batch's logits is at most {human_bytes(elements * 200 * 4)}")
+    chunked = line(planned(objective={"init_args": {"chunk": 16}})[1], "device, on top: ")
+    assert chunked.endswith(f"one copy of 16 elements' (objective.init_args.chunk) logits is at most {human_bytes(16 * 200 * 4)}")
+
+
 def test_rows_of_a_micro_batch_are_bounded():
     draw, tight = random.Random(0), 0
     for _ in range(500):

@@ -74,7 +74,13 @@ def test_more_drafts_than_heads_are_refused(planned):
 
 @pytest.mark.parametrize(
     ("where", "first"),
-    [("runs/first/checkpoints/best", "train the recipe named first first, which makes it, or "), ("a/b/c", ""), ("./a", "")],
+    [
+        ("runs/first/checkpoints/best", "train the recipe named first first, which makes it, or "),
+        ("runs/first/checkpoints/last_drafter", "train the recipe named first first, which makes it, or "),
+        ("runs/first/export", "train the recipe named first first, which makes it, or "),
+        ("elsewhere/first/best", ""),
+        ("./a", ""),
+    ],
 )
 def test_a_start_that_is_still_to_be_trained_is_refused_behind_the_plan(planned, where, first):
     for task in ("on_policy", "distill"):
