@@ -156,7 +156,9 @@ def test_what_would_not_be_taught_is_refused_in_the_words_of_training(planned):
         (EAGLE3, states, "lm_head of this Eagle3"),
     ):
         _, lines = planned(drafter, code=2, objective=objective)
-        assert lines[-1].startswith(f"error: the divergences of objective.init_args teach nothing to {part}, which would be served")
+        assert lines[-1].startswith(
+            f"error: the divergences of objective.init_args teach nothing to {part}, which would be served"
+        )
     sure = {"init_args": {"divergences": ["HardCrossEntropy", "Confidence"]}}
     without = {**DSPARK, "init_args": {**DSPARK["init_args"], "confidence": False}}
     for drafter, objective in ((DSPARK, sure), (without, HARD), (EAGLE3, HARD)):
