@@ -155,10 +155,16 @@ def command(folder: Path, target: Path) -> list[str]:
     return [sys.executable, "-m", "data_prep", "--config", str(folder / "recipe.yaml"), "--runs", str(folder)]
 
 
+def heed_interrupts() -> None:
+    """A shell's background jobs, these tests among them, are started deaf to Ctrl-C, and so is what they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("how", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_stopped_says_what_is_kept_and_the_same_command_goes_on(tmp_path, target_folders, how, code):
     words = command(tmp_path, target_folders("llama"))
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes, cwd=ROOT, preexec_fn=heed_interrupts) as process:
         for line in process.stdout:
             if line.startswith("train: shard 3 of 20"):
                 break

@@ -179,5 +179,5 @@ def test_two_processes_refuse_what_is_not_taught_before_they_wait(tmp_path, padd
     folder, target = padded
     run = make_run(tmp_path / "run", target)
     done = launch(run, folder, "dspark untaught", 2, max_steps=3, strategy="ddp")
-    assert done.returncode != 0 and "teaches nothing to confidence_head of this DSpark" in done.stdout + done.stderr
+    assert done.returncode != 0 and "teach nothing to confidence_head of this DSpark" in done.stdout + done.stderr
     assert not (run / "checkpoints").exists()
