@@ -18,8 +18,7 @@ from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.errors import UserError
 from drafttrain.files import human_bytes
 from drafttrain.layouts import one_chat
-from drafttrain.tasks.distill import token_sides
-from drafttrain.tasks.optimizer import make_optimizer
+from drafttrain.tasks.optimizer import make_optimizer, token_sides
 from drafttrain.validation.bench import Benchmark
 from drafttrain.validation.bench_questions import Question
 from drafttrain.vocab import DraftVocabulary

@@ -42,8 +42,7 @@ from drafttrain.run import Run, dump_yaml
 from drafttrain.target.hub import hub_answers
 from drafttrain.target.load import locate, reason
 from drafttrain.target.target import Target
-from drafttrain.tasks.distill import token_sides
-from drafttrain.tasks.optimizer import require_whole_matrices, turned_by_muon
+from drafttrain.tasks.optimizer import require_whole_matrices, token_sides, turned_by_muon
 from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.topology import Topology, read_topology
 from drafttrain.trainer_section import trainer_arguments

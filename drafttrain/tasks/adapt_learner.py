@@ -24,7 +24,7 @@ from drafttrain.losses import Objective
 from drafttrain.replay import ReplayLayout, pack_rollouts, replay_layout
 from drafttrain.target.target import Target
 from drafttrain.tasks.adapt_config import AdaptConfig
-from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer
+from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer, token_sides
 from drafttrain.tasks.speed import make_score
 from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.tasks.window import scored_elements
@@ -84,8 +84,7 @@ class Learner:
         self.net, self.sections, self.device = net, sections, target.device
         self.depth: int = net.needs.depth
         self._score = make_score(net, sections.objective, TargetTeacher(target, net), self.depth, sections.compile)
-        token_sides = {net.vocabulary.t2d.numel(), len(net.vocabulary.ids)}
-        self.optimizer = make_optimizer(sections.optimizer, net, self.device.type == "cuda", token_sides)
+        self.optimizer = make_optimizer(sections.optimizer, net, self.device.type == "cuda", token_sides(net))
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.steps = 0
 

@@ -29,7 +29,7 @@ from drafttrain.errors import UserError
 from drafttrain.layouts import one_chat
 from drafttrain.losses import Objective
 from drafttrain.target.target import Target
-from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer
+from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer, token_sides
 from drafttrain.tasks.speed import GraphedRead, make_score
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal
@@ -215,11 +215,6 @@ class DistillTask(pl.LightningModule):
     def _may_fuse(self) -> bool:
         """Lightning refuses to clip the gradients of a fused optimizer under mixed precision."""
         return not (self.trainer.gradient_clip_val and "mixed" in str(self.trainer.precision))
-
-
-def token_sides(net: DrafterNet) -> set[int]:
-    """How long the side of a matrix is that has a row for each token of the target, or of the draft vocabulary."""
-    return {net.vocabulary.t2d.numel(), len(net.vocabulary.ids)}
 
 
 def require_taught(target: Target, net: DrafterNet, objective: Objective) -> None:

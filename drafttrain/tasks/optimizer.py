@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.tasks.strategy import uses_deepspeed
 
@@ -142,6 +143,11 @@ def turned_by_muon(config: OptimizerConfig, net: nn.Module, tokens: Collection[i
     if config.muon_lr is None:
         return []
     return [w for w in net.parameters() if w.requires_grad and w.ndim == 2 and not set(w.shape) & set(tokens)]
+
+
+def token_sides(net: DrafterNet) -> set[int]:
+    """How long the side of a matrix is that has a row for each token of the target, or of the draft vocabulary."""
+    return {net.vocabulary.t2d.numel(), len(net.vocabulary.ids)}
 
 
 def _adamw(config: OptimizerConfig, groups: list[dict], fused: bool) -> torch.optim.AdamW:

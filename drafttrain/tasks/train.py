@@ -45,10 +45,10 @@ from drafttrain.target.target import Target
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.checkpoints import Saved, find_last, require_same_recipe
 from drafttrain.tasks.conductor import Conductor, Run
-from drafttrain.tasks.distill import DistillTask, Position, token_sides
+from drafttrain.tasks.distill import DistillTask, Position
 from drafttrain.tasks.on_policy import OnPolicyTask
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
-from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, turned_by_muon
+from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, token_sides, turned_by_muon
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turns
 from drafttrain.tasks.speed_config import SpeedConfig

@@ -40,8 +40,7 @@ from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.recipe import load_recipe
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
-from drafttrain.tasks.distill import token_sides
-from drafttrain.tasks.optimizer import make_optimizer
+from drafttrain.tasks.optimizer import make_optimizer, token_sides
 from drafttrain.tasks.speed import GraphedRead, make_score
 from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.types import Request
