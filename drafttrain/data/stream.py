@@ -11,7 +11,7 @@ Shapes: B rows of a micro-batch, T tokens of a row, A taps, D target width.
 """
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,6 +123,19 @@ def pinned(record):
     return type(record)(*(None if x is None else x.pin_memory() for x in fields))
 
 
+def window_counts(
+    sequences: Iterable[Sequences], layouts: Iterable[Layout], counts: Callable[[Layout], dict[str, float]]
+) -> dict[str, float]:
+    """What the sums of all micro-batches of a window are divided by, and its `tokens` and `dropped` labels."""
+    total: dict[str, float] = {"tokens": 0.0, "dropped": 0.0}
+    for sequence, layout in zip(sequences, layouts, strict=True):
+        total["tokens"] += float((sequence.document_BT >= 0).sum())
+        total["dropped"] += float(layout.dropped_K.sum())
+        for name, count in counts(layout).items():
+            total[name] = total.get(name, 0.0) + float(count)
+    return total
+
+
 class WindowStream(IterableDataset):
     """Endless micro-batches of one rank.
 
@@ -156,20 +169,11 @@ class WindowStream(IterableDataset):
         rows = [share.micro_rows(first, micro) for micro in range(share.accumulate)]
         sequences = [self.sequences(row) for row in rows]
         layouts = [self.layout(s, numbers=[(self.plan.seed, g) for g in row]) for s, row in zip(sequences, rows, strict=True)]
-        counts = self._window_counts(sequences, layouts)
+        counts = window_counts(sequences, layouts, self.counts)
         for micro in range(share.accumulate):
             features = self.stored_features(rows[micro]) if self.features else None
             last = micro == share.accumulate - 1
             yield MicroBatch(sequences[micro], features, layouts[micro], micro, last, counts if micro == 0 else None)
-
-    def _window_counts(self, sequences: list[Sequences], layouts: list[Layout]) -> dict[str, float]:
-        total: dict[str, float] = {"tokens": 0.0, "dropped": 0.0}
-        for sequence, layout in zip(sequences, layouts, strict=True):
-            total["tokens"] += float((sequence.document_BT >= 0).sum())
-            total["dropped"] += float(layout.dropped_K.sum())
-            for name, count in self.counts(layout).items():
-                total[name] = total.get(name, 0.0) + float(count)
-        return total
 
     def sequences(self, rows: range) -> Sequences:
         """The packed rows, padded to the plan's length."""

@@ -13,6 +13,7 @@ Shapes: B packed rows, T tokens, N scored elements.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from drafttrain.data.stream import MicroBatch, Share
+from drafttrain.data.stream import MicroBatch, Share, window_counts
 from drafttrain.decoding.engine import Engine
 from drafttrain.decoding.measure import tried_of
 from drafttrain.decoding.propose_chain import ChainProposer
@@ -210,16 +211,14 @@ class Replayer:
         of_all = self._schedule[1][within]
         self.log.learnt(self.plan.staleness(of_all.tolist(), step))
         numbers = of_all[share.rank :: share.world]
-        made = [self._micro(step, micro, part.tolist()) for micro, part in enumerate(np.array_split(numbers, share.accumulate))]
-        counts: dict[str, float] = {"tokens": 0.0, "dropped": 0.0}
-        for sequences, _, layout in made:
-            counts["tokens"] += float((sequences.document_BT >= 0).sum())
-            counts["dropped"] += float(layout.dropped_K.sum())
-            for name, count in self.objective.counts(layout, self.net.needs.depth).items():
-                counts[name] = counts.get(name, 0.0) + float(count)
+        parts = np.array_split(numbers, share.accumulate)
+        sequences, features, layouts = zip(
+            *(self._micro(step, micro, part.tolist()) for micro, part in enumerate(parts)), strict=True
+        )
+        counts = window_counts(sequences, layouts, partial(self.objective.counts, depth=self.net.needs.depth))
         return [
-            MicroBatch(sequences, features, layout, micro, micro == len(made) - 1, None if micro else counts)
-            for micro, (sequences, features, layout) in enumerate(made)
+            MicroBatch(*made, micro, micro == len(parts) - 1, None if micro else counts)
+            for micro, made in enumerate(zip(sequences, features, layouts, strict=True))
         ]
 
     def _micro(self, step: int, micro: int, numbers: list[int]) -> tuple[Sequences, Features, Layout]:
