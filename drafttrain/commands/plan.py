@@ -15,11 +15,10 @@ from drafttrain.commands.plan_export import exported
 from drafttrain.commands.plan_on_policy import (
     Prompts,
     device_parts,
-    drafts_of,
-    find_prompts,
     kept,
     most_elements,
     of_rollouts,
+    planned_prompts,
     require_on_policy,
     require_text,
 )
@@ -42,6 +41,7 @@ from drafttrain.run import Run, dump_yaml
 from drafttrain.target.hub import hub_answers
 from drafttrain.target.load import locate, reason
 from drafttrain.target.target import Target
+from drafttrain.tasks.on_policy_start import drafts_of
 from drafttrain.tasks.optimizer import require_whole_matrices, token_sides, turned_by_muon
 from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.topology import Topology, read_topology
@@ -81,7 +81,7 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     yield from unmeant(recipe, gathered=store is not None or (run.data / "prompts.json").exists())
     if target is None:
         if recipe.task == "on_policy":
-            yield from of_rollouts(recipe, topology, find_prompts(recipe, store))
+            yield from of_rollouts(recipe, topology, planned_prompts(recipe, store))
         yield f"parameters and bytes: not known, because the target's config cannot be read: {unread}"
         require_start(recipe, run)
         return
@@ -98,7 +98,7 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     prompts = None
     if recipe.task == "on_policy":
         net.require_drafts(drafts_of(recipe.on_policy, net), "on_policy.drafts")
-        prompts = find_prompts(recipe, store, target, net)
+        prompts = planned_prompts(recipe, store, target, net)
         yield from of_rollouts(recipe, topology, prompts)
     yield from taught(target, net, vocabulary, recipe.objective)
     yield from refused_by_bench(recipe.bench, net)

@@ -19,12 +19,12 @@ import torch
 from drafttrain.commands.plan_engine import bytes_as, engine_buffers
 from drafttrain.data.store import TokenStore
 from drafttrain.drafters.base import DrafterNet
-from drafttrain.errors import UserError
 from drafttrain.files import human_bytes
 from drafttrain.losses import Distillation, Objective
 from drafttrain.recipe import Recipe
 from drafttrain.target.target import Target
-from drafttrain.tasks.on_policy_config import OnPolicyConfig
+from drafttrain.tasks.on_policy_config import scored_streams
+from drafttrain.tasks.on_policy_start import drafts_of, find_prompts, require_refreshes, require_streams
 from drafttrain.tasks.rollout_buffer import RolloutPlan
 from drafttrain.tasks.rollout_files import MadeWith, bytes_of
 from drafttrain.topology import Topology
@@ -43,14 +43,14 @@ class Prompts:
     """How many make more than data.length tokens with an answer of on_policy.max_tokens."""
     distinct: int | None = None
     """None before there is a store."""
-    left_out: int = 0
-    """How many are not answered for want of room."""
+    said: tuple[str, ...] = ()
+    """What training says of those that are not answered."""
 
 
-def find_prompts(
+def planned_prompts(
     recipe: Recipe, store: TokenStore | None, target: Target | None = None, net: DrafterNet | None = None
 ) -> Prompts:
-    """The store's prompts, each once, those that the target has room to answer and a row for a draft, or what data_prep would leave of them.
+    """The prompts of the store that training would have answered, or what data_prep would leave of them.
 
     Args:
         target, net: None where the target's config cannot be read; then its room is not asked for.
@@ -58,44 +58,26 @@ def find_prompts(
     Raises:
         UserError: as training would, where none is left.
     """
-    limit, most = recipe.on_policy.max_tokens, recipe.prepare.max_prompt
+    config, length = recipe.on_policy, recipe.data.length
     if store is None:
-        return Prompts(most, most, int(most + limit > recipe.data.length))
-    every = [len(ids) for ids in {request.ids for request in store.requests(limit)}]
-    room = recipe.data.length - 2
-    if target is not None and net is not None:
-        room = min(room, target.max_positions - limit - drafts_of(recipe.on_policy, net) - 1)
-    lengths = [length for length in every if 1 <= length <= room]
-    if not lengths:
-        positions = "" if target is None else f" {target.max_positions}"
-        raise UserError(
-            f"{store.folder}/ has no prompt that leaves room for {limit} tokens within the target's{positions} positions, and for a draft within a row "
-            f"of {recipe.data.length}; lower on_policy.max_tokens, or raise data.length."
-        )
-    too_long = sum(length + limit > recipe.data.length for length in lengths)
-    return Prompts(max(lengths), sum(lengths) / len(lengths), too_long, len(lengths), len(every) - len(lengths))
-
-
-def drafts_of(config: OnPolicyConfig, net: DrafterNet) -> int:
-    """Draft tokens of a round while prompts are answered."""
-    return config.drafts or net.needs.depth
+        most = recipe.prepare.max_prompt
+        return Prompts(most, most, int(most + config.max_tokens > length))
+    positions, drafts = (None, 0) if target is None or net is None else (target.max_positions, drafts_of(config, net))
+    found = find_prompts(store, config, length, positions, drafts)
+    lengths = [len(request.ids) for request in found.answered]
+    too_long = sum(each + config.max_tokens > length for each in lengths)
+    return Prompts(max(lengths), sum(lengths) / len(lengths), too_long, len(lengths), tuple(found.lines()))
 
 
 def require_on_policy(recipe: Recipe, topology: Topology) -> None:
     """UserError as from training, where it needs neither target nor drafter to refuse."""
     config, steps = recipe.on_policy, recipe.trainer.get("max_steps")
-    if steps and config.every > steps:
-        raise UserError(
-            f"on_policy.every is {config.every}, but the run ends after {steps} steps (trainer.max_steps); set every to that or less."
-        )
+    if steps:
+        require_refreshes(config, steps)
     RolloutPlan(config, recipe.data.seed).lanes(topology.rank, topology.world)
     if config.replay == "text":
         require_text(recipe.objective)
-    if config.replay == "first_rejection" and not recipe.objective.streams[0]:
-        raise UserError(
-            "on_policy.replay is first_rejection, which learns the target's token in the place of a rejected draft, but "
-            "objective.init_args.accepted_weight is 0; raise it, or set replay to rounds."
-        )
+    require_streams(config, recipe.objective)
 
 
 def require_text(objective: Objective) -> None:
@@ -136,11 +118,7 @@ def _counted(recipe: Recipe, topology: Topology, prompts: Prompts) -> Iterator[s
     if prompts.distinct is None:
         yield "passes over the prompts are known after data_prep"
         return
-    if prompts.left_out:
-        yield (
-            f"{prompts.left_out:,} prompts leave no room for {config.max_tokens} tokens, or for a draft within a row of {recipe.data.length}, and are "
-            "left out"
-        )
+    yield from prompts.said
     yield f"passes over the prompts: {made:,} rollouts answer {prompts.distinct:,} prompts {made / prompts.distinct:.2f} times"
 
 
@@ -150,9 +128,8 @@ def most_elements(recipe: Recipe, topology: Topology, depth: int) -> int:
     of_micro = -(-config.batch // (topology.world * _accumulate(recipe)))
     if config.replay == "text":
         return of_micro * config.max_tokens * depth
-    accepted, rejected = recipe.objective.streams
-    drafted = min(depth, config.drafts or depth) if config.replay == "rounds" else 0
-    return of_micro * config.max_tokens * (accepted + rejected * drafted)
+    accepted, rejected = scored_streams(recipe.objective.streams, config.replay)
+    return of_micro * config.max_tokens * (accepted + rejected * min(depth, config.drafts or depth))
 
 
 def most_rows(recipe: Recipe, topology: Topology, prompts: Prompts) -> int:

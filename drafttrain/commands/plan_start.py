@@ -12,6 +12,7 @@ from drafttrain.recipe import Recipe
 from drafttrain.run import Run
 from drafttrain.target.target import Target
 from drafttrain.tasks.checkpoints import find_last
+from drafttrain.tasks.on_policy_start import require_trained
 from drafttrain.types import Identity
 
 TABLES = ("embed_tokens.weight", "lm_head.weight")
@@ -55,11 +56,8 @@ def require_start(recipe: Recipe, run: Run) -> None:
     where = recipe.checkpoint.start
     if find_last(run.checkpoints) is not None:
         return
-    if where is None and recipe.task == "on_policy" and not recipe.on_policy.from_random:
-        raise UserError(
-            "task is on_policy, but checkpoint.start is null, and a drafter that has learnt nothing drafts nothing worth learning from; set "
-            "checkpoint.start to a trained one (runs/<name>/checkpoints/best), or on_policy.from_random to true."
-        )
+    if recipe.task == "on_policy":
+        require_trained(recipe.on_policy, where)
     if where is None or Path(where).expanduser().exists() or _may_be_hub_id(where):
         return
     name = _run_of(Path(where))

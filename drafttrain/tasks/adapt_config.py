@@ -1,10 +1,9 @@
 """What the recipe says about a drafter that learns while it serves (`drafttrain adapt`). The parser reads this: no heavy imports."""
 
-import math
 from dataclasses import dataclass
 
 from drafttrain.errors import UserError
-from drafttrain.tasks.on_policy_config import OnPolicyConfig
+from drafttrain.tasks.on_policy_config import OnPolicyConfig, require_answering
 
 REPLAYS = ("first_rejection", "rounds")
 
@@ -43,26 +42,11 @@ class AdaptConfig:
     weights and optimizer go back to that one."""
 
     def __post_init__(self):
-        for name in ("every", "steps", "max_tokens", "slots", "guard_prompts", "guard_every"):
-            if getattr(self, name) < 1:
-                raise UserError(f"adapt.{name} is {getattr(self, name)}, but must be 1 or more.")
-        if self.max_tokens < 2:
-            raise UserError(
-                f"adapt.max_tokens is {self.max_tokens}, but must be 2 or more: the first token of an answer is not drafted, so there would be "
-                "nothing to learn."
-            )
+        require_answering("adapt", self, ("every", "steps", "max_tokens", "slots", "guard_prompts", "guard_every"), REPLAYS)
         if self.hold_out_every < 2:
             raise UserError(f"adapt.hold_out_every is {self.hold_out_every}, but must be 2 or more: the others are learnt from.")
-        if self.drafts is not None and self.drafts < 1:
-            raise UserError(
-                f"adapt.drafts is {self.drafts}, but must be 1 or more, or null to draft as deep as the drafter goes."
-            )
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"adapt.temperature is {self.temperature}, but must be 0 (greedy) or more.")
         if not 0 <= self.fall < 1:
             raise UserError(f"adapt.fall is {self.fall}, but is a share of tau: it must be 0 or more, and below 1.")
-        if self.replay not in REPLAYS:
-            raise UserError(f"adapt.replay is {self.replay!r}, but must be one of {', '.join(REPLAYS)}.")
 
     @property
     def rolling(self) -> OnPolicyConfig:

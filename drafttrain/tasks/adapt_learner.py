@@ -24,6 +24,7 @@ from drafttrain.losses import Objective
 from drafttrain.replay import ReplayLayout, pack_rollouts, replay_layout
 from drafttrain.target.target import Target
 from drafttrain.tasks.adapt_config import AdaptConfig
+from drafttrain.tasks.on_policy_config import scored_streams
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer, token_sides
 from drafttrain.tasks.speed import make_score
 from drafttrain.tasks.teacher import TargetTeacher
@@ -63,8 +64,7 @@ class AdaptSections:
     @property
     def streams(self) -> tuple[bool, bool]:
         """Whether what was accepted is learnt from, with the target's token behind it, and what was rejected."""
-        accepted, rejected = self.objective.streams
-        return accepted, rejected and self.adapt.replay == "rounds"
+        return scored_streams(self.objective.streams, self.adapt.replay)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,39 @@
 heavy imports."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from drafttrain.errors import UserError
 
 REPLAYS = ("rounds", "text", "first_rejection")
+
+
+def scored_streams(streams: tuple[bool, bool], replay: str) -> tuple[bool, bool]:
+    """Of what an objective scores (`Objective.streams`), what is scored of replayed rounds: places of a first rejection are in the accepted stream."""
+    accepted, rejected = streams
+    return accepted, rejected and replay == "rounds"
+
+
+def require_answering(section: str, config: Any, positive: Sequence[str], replays: Sequence[str]) -> None:
+    """UserError, naming the recipe's section, where prompts cannot be answered or replayed so. `positive`: keys that must be 1 or more."""
+    for name in positive:
+        if getattr(config, name) < 1:
+            raise UserError(f"{section}.{name} is {getattr(config, name)}, but must be 1 or more.")
+    if config.max_tokens < 2:
+        raise UserError(
+            f"{section}.max_tokens is {config.max_tokens}, but must be 2 or more: the first token of an answer is not drafted, so there would be "
+            "nothing to learn."
+        )
+    if config.drafts is not None and config.drafts < 1:
+        raise UserError(
+            f"{section}.drafts is {config.drafts}, but must be 1 or more, or null to draft as deep as the drafter goes."
+        )
+    if not 0 <= config.temperature < math.inf:
+        raise UserError(f"{section}.temperature is {config.temperature}, but must be 0 (greedy) or more.")
+    if config.replay not in replays:
+        raise UserError(f"{section}.replay is {config.replay!r}, but must be one of {', '.join(replays)}.")
 
 
 @dataclass(frozen=True)
@@ -42,24 +70,9 @@ class OnPolicyConfig:
     """Begin also with a drafter that has learnt nothing: its drafts are rejected at once, so its rounds teach little."""
 
     def __post_init__(self):
-        for name in ("rollouts", "every", "batch", "buffer", "max_tokens", "slots"):
-            if getattr(self, name) < 1:
-                raise UserError(f"on_policy.{name} is {getattr(self, name)}, but must be 1 or more.")
-        if self.max_tokens < 2:
-            raise UserError(
-                f"on_policy.max_tokens is {self.max_tokens}, but must be 2 or more: the first token of an answer is not drafted, so there would be "
-                "nothing to learn."
-            )
-        if self.drafts is not None and self.drafts < 1:
-            raise UserError(
-                f"on_policy.drafts is {self.drafts}, but must be 1 or more, or null to draft as deep as the drafter goes."
-            )
+        require_answering("on_policy", self, ("rollouts", "every", "batch", "buffer", "max_tokens", "slots"), REPLAYS)
         if not 0 <= self.fresh <= 1:
             raise UserError(f"on_policy.fresh is {self.fresh}, but is a share: it must lie between 0 and 1.")
-        if not 0 <= self.temperature < math.inf:
-            raise UserError(f"on_policy.temperature is {self.temperature}, but must be 0 (greedy) or more.")
-        if self.replay not in REPLAYS:
-            raise UserError(f"on_policy.replay is {self.replay!r}, but must be one of {', '.join(REPLAYS)}.")
         for name in ("rollouts", "buffer"):
             if getattr(self, name) % self.batch:
                 raise UserError(

@@ -27,11 +27,11 @@ from drafttrain.decoding.measure import tried_of
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
-from drafttrain.errors import UserError
 from drafttrain.losses import Objective
 from drafttrain.replay import pack_rollouts, replay_layout
 from drafttrain.target.target import Target
-from drafttrain.tasks.on_policy_config import OnPolicyConfig
+from drafttrain.tasks.on_policy_config import OnPolicyConfig, scored_streams
+from drafttrain.tasks.on_policy_start import drafts_of, require_streams
 from drafttrain.tasks.rollout_buffer import PromptOrder, RolloutBuffer, RolloutPlan, number_of, requests
 from drafttrain.tasks.window import all_reduce
 from drafttrain.types import Features, Layout, Request, Rollout, Sequences
@@ -62,7 +62,7 @@ class Roller:
 
     def __init__(self, target: Target, copy: DrafterNet, config: OnPolicyConfig, seed: int):
         """`copy`: a net of the trained one's shape, which nobody else uses."""
-        self.drafts = config.drafts or copy.needs.depth
+        self.drafts = drafts_of(config, copy)
         self.copy = copy.eval().requires_grad_(False)
         for weight in self.copy.parameters():  # not its buffers: rotary frequencies of 8 bits would put far tokens elsewhere
             weight.data = weight.data.to(target.dtype)
@@ -168,14 +168,8 @@ class Replayer:
         """`prompts`: those that the rollouts answer, endlessly. `length`: tokens of a packed row. UserError if the processes cannot share a step evenly."""
         self.net, self.objective, self.roller, self.plan, self.prompts = net, objective, roller, plan, prompts
         self.share, self.length = share, length
-        accepted, rejected = objective.streams
-        self.streams = accepted, rejected and plan.config.replay == "rounds"
-        """Whether accepted and rejected drafts are scored."""
-        if plan.config.replay == "first_rejection" and not accepted:
-            raise UserError(
-                "on_policy.replay is first_rejection, which learns the target's token in the place of a rejected draft, but "
-                "objective.init_args.accepted_weight is 0; raise it, or set replay to rounds."
-            )
+        require_streams(plan.config, objective)
+        self.streams = scored_streams(objective.streams, plan.config.replay)
         self.order = PromptOrder(len(prompts), plan.seed)
         self.buffer = RolloutBuffer(plan, share.rank, share.world)
         self.log = RolloutLog(roller.drafts)

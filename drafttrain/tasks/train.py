@@ -48,6 +48,7 @@ from drafttrain.tasks.conductor import Conductor, Run
 from drafttrain.tasks.distill import DistillTask, Position
 from drafttrain.tasks.on_policy import OnPolicyTask
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
+from drafttrain.tasks.on_policy_start import drafts_of, find_prompts, require_refreshes, require_trained
 from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, token_sides, turned_by_muon
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turns
@@ -294,41 +295,26 @@ def _stream(
 
 
 def _require_start(sections: Sections, saved: Saved | None) -> None:
-    """UserError where an on-policy run would begin with a drafter that has learnt nothing, or would never answer a second time."""
-    config = sections.on_policy
-    if config is not None and config.every > sections.max_steps:
-        raise UserError(
-            f"on_policy.every is {config.every}, but the run ends after {sections.max_steps} steps (trainer.max_steps); set every to that or less."
-        )
-    if config is not None and saved is None and sections.checkpoint.start is None and not config.from_random:
-        raise UserError(
-            "task is on_policy, but checkpoint.start is null, and a drafter that has learnt nothing drafts nothing worth learning from; set "
-            "checkpoint.start to a trained one (runs/<name>/checkpoints/best), or on_policy.from_random to true."
-        )
+    """UserError where an on-policy run cannot begin so."""
+    if sections.on_policy is not None:
+        require_refreshes(sections.on_policy, sections.max_steps)
+        if saved is None:
+            require_trained(sections.on_policy, sections.checkpoint.start)
 
 
 def _prompts(
     store: TokenStore, target: Target, config: OnPolicyConfig, net: DrafterNet, length: int, say: Callable[[str], None]
 ) -> list[Request]:
-    """The prompts of the chats, each once, those that the target has room to answer, and a row of `length` tokens for a draft."""
-    room = min(target.max_positions - config.max_tokens - (config.drafts or net.needs.depth) - 1, length - 2)
-    every = list({request.ids: request for request in store.requests(config.max_tokens)}.values())
-    prompts = [request for request in every if 1 <= len(request.ids) <= room]
-    if not prompts:
-        raise UserError(
-            f"{store.folder}/ has no prompt that leaves room for {config.max_tokens} tokens within the target's {target.max_positions} positions, "
-            f"and for a draft within a row of {length}; lower on_policy.max_tokens, or raise data.length."
-        )
-    if short := len(every) - len(prompts):
-        say(
-            f"{short:,} prompts leave no room for {config.max_tokens} tokens, or for a draft within a row of {length}, and are left out"
-        )
-    passes = config.rollouts / config.every / len(prompts)
+    """What rollouts answer, with its arithmetic said."""
+    prompts = find_prompts(store, config, length, target.max_positions, drafts_of(config, net))
+    for line in prompts.lines():
+        say(line)
+    passes = config.rollouts / config.every / len(prompts.answered)
     say(
-        f"on policy: {config.rollouts:,} of {len(prompts):,} prompts are answered every {config.every} steps ({passes:.4f} passes over them a step), "
-        f"and each step learns from {config.batch:,} of the newest {config.buffer:,} answers"
+        f"on policy: {config.rollouts:,} of {len(prompts.answered):,} prompts are answered every {config.every} steps ({passes:.4f} passes over them a "
+        f"step), and each step learns from {config.batch:,} of the newest {config.buffer:,} answers"
     )
-    return prompts
+    return prompts.answered
 
 
 def _say_resumed(saved: Saved, share: Share, max_steps: int, on_policy: bool, say: Callable[[str], None]) -> None:
