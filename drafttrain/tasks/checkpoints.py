@@ -29,7 +29,7 @@ class Saved:
     folder: Path
     position: Position
     recipe: dict[str, Any]
-    """What decides the run, as `recipe_facts` in train.py gives it."""
+    """What decides the run, as `recipe_facts` in sections.py gives it."""
     share: dict[str, int]
     """World, accumulate and rows it was made with."""
 

@@ -55,31 +55,38 @@ class Position:
     """Wall time trained up to the last log, without measuring and saving."""
 
 
+@dataclass(frozen=True)
+class Setup:
+    """What a task trains, and how."""
+
+    target: Target
+    net: DrafterNet
+    objective: Objective
+    optimizer: OptimizerConfig
+    share: Share
+    seed: int
+    position: Position
+    """Where the run stands; the task moves it on."""
+    stop: StopSignal
+    speed: SpeedConfig
+    feature_dtype: str
+    """What features are rounded to in the step."""
+
+
 class DistillTask(pl.LightningModule):
     """Trains `net` to say what `target` says.
 
     The target is kept in a tuple, out of sight of `nn.Module`: DDP and DeepSpeed would otherwise broadcast, cast and save it.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        net: DrafterNet,
-        objective: Objective,
-        optimizer: OptimizerConfig,
-        share: Share,
-        seed: int,
-        position: Position,
-        stop: StopSignal,
-        speed: SpeedConfig,
-        feature_dtype: str,
-    ):
+    def __init__(self, setup: Setup):
         super().__init__()
+        target, net, objective, speed = setup.target, setup.net, setup.objective, setup.speed
         self._frozen = (target,)
-        self.net, self.objective, self.optimizer_config = net, objective, optimizer
-        self.share, self.seed, self.position, self.stop = share, seed, position, stop
+        self.net, self.objective, self.optimizer_config = net, objective, setup.optimizer
+        self.share, self.seed, self.position, self.stop = setup.share, setup.seed, setup.position, setup.stop
         self.depth: int = net.needs.depth
-        self.feature_dtype = feature_dtype
+        self.feature_dtype = setup.feature_dtype
         self.meter = Meter()
         self.window: Window | None = None
         self._first_bad: Tensor | None = None

@@ -14,19 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drafttrain.data.stream import MicroBatch, Share
+from drafttrain.data.stream import MicroBatch
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
-from drafttrain.losses import Objective
-from drafttrain.target.target import Target
-from drafttrain.tasks.distill import DistillTask, Position
+from drafttrain.tasks.distill import DistillTask, Setup
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
-from drafttrain.tasks.optimizer import OptimizerConfig
 from drafttrain.tasks.rollout_buffer import RolloutPlan
 from drafttrain.tasks.rollout_files import MadeWith, RolloutFiles, bytes_of
 from drafttrain.tasks.rollouts import Replayer, Roller, Turn
-from drafttrain.tasks.speed_config import SpeedConfig
-from drafttrain.tasks.stop import StopSignal
 from drafttrain.tasks.teacher import plainly
 from drafttrain.tasks.weights import twin_of, whole_weights
 from drafttrain.tasks.window import scored_elements
@@ -38,16 +33,7 @@ class OnPolicyTask(DistillTask):
 
     def __init__(
         self,
-        target: Target,
-        net: DrafterNet,
-        objective: Objective,
-        optimizer: OptimizerConfig,
-        share: Share,
-        seed: int,
-        position: Position,
-        stop: StopSignal,
-        speed: SpeedConfig,
-        feature_dtype: str,
+        setup: Setup,
         config: OnPolicyConfig,
         prompts: Sequence[Request],
         build: Callable[[], DrafterNet],
@@ -55,10 +41,11 @@ class OnPolicyTask(DistillTask):
         folder: Path,
     ):
         """`build`: makes a fresh net of the same shape. `length`: tokens of a packed row. `folder`: where a checkpoint's rollouts are kept."""
-        super().__init__(target, net, objective, optimizer, share, seed, position, stop, speed, feature_dtype)
+        super().__init__(setup)
+        net, target = setup.net, setup.target
         copy = twin_of(net, build, dict(net.named_parameters()))
-        plan, roller = RolloutPlan(config, seed), Roller(target, copy, config, seed)
-        self._replayer = Replayer(net, objective, roller, plan, prompts, share, length)
+        plan, roller = RolloutPlan(config, setup.seed), Roller(target, copy, config, setup.seed)
+        self._replayer = Replayer(net, setup.objective, roller, plan, prompts, setup.share, length)
         way_out = f"restore it, or delete {folder.parent}/ to begin anew"
         drafts = None if config.replay == "text" else roller.drafts
         self._files = RolloutFiles(folder, plan, MadeWith(target.identity, net.needs.taps, drafts), way_out)

@@ -12,12 +12,9 @@ It is called in every process that torchrun started. It continues from `checkpoi
 `checkpoints/best` when all steps are done, or when a stop signal was obeyed (then that folder may not exist yet).
 """
 
-import dataclasses
-import hashlib
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -39,19 +36,19 @@ from drafttrain.errors import UserError
 from drafttrain.files import require_space
 from drafttrain.losses import Objective
 from drafttrain.target.config import TargetConfig
-from drafttrain.target.identity import COMPARED
 from drafttrain.target.load import load_target
 from drafttrain.target.target import Target
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.checkpoints import Saved, find_last, require_same_recipe
 from drafttrain.tasks.conductor import Conductor, Run
-from drafttrain.tasks.distill import DistillTask, Position
+from drafttrain.tasks.distill import DistillTask, Position, Setup
 from drafttrain.tasks.on_policy import OnPolicyTask
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.on_policy_start import drafts_of, find_prompts, require_refreshes, require_trained
 from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, token_sides, turned_by_muon
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turns
+from drafttrain.tasks.sections import Sections, recipe_facts
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed
@@ -76,26 +73,6 @@ class Processes(Protocol):
     def accelerator(self) -> str: ...
     @property
     def device(self) -> torch.device: ...
-
-
-@dataclass(frozen=True)
-class Sections:
-    """The recipe's sections that training reads."""
-
-    target: TargetConfig
-    drafter: DrafterConfig
-    objective: Objective
-    data: DataConfig
-    optimizer: OptimizerConfig
-    checkpoint: CheckpointConfig
-    trainer: dict[str, Any]
-    speed: SpeedConfig
-    on_policy: OnPolicyConfig | None = None
-    """None trains on the stored answers."""
-
-    @property
-    def max_steps(self) -> int:
-        return self.trainer["max_steps"]
 
 
 def train(
@@ -155,52 +132,15 @@ def train(
         require_space(checkpoints, 4 * size * 8, "training (two resume states and two drafters)")
         held_out = _held_out(Path(run_folder), model, checkpoint)
         run = Run(checkpoints, checkpoint, drafter, build, held_out, recipe)
-        common = (model, net, objective, optimizer, share, data.seed, position, stop, sections.speed, data.feature_dtype)
+        setup = Setup(model, net, objective, optimizer, share, data.seed, position, stop, sections.speed, data.feature_dtype)
         if on_policy is None:
             stream = _stream(sections, store, share, model, net, position, say)
-            _fit(DistillTask(*common), stream, run, sections, topology, Path(run_folder), saved)
+            task, loader = DistillTask(setup), make_loader(stream, data.workers, pin=topology.accelerator == "gpu")
         else:
             prompts = _prompts(store, model, on_policy, net, data.length, say)
-            task = OnPolicyTask(*common, on_policy, prompts, build, data.length, checkpoints / "rollouts")
-            require_space(checkpoints, 2 * task.bytes_beside, "two sets of rollouts (on_policy.buffer of them)")
-            if saved is not None:
-                task.restore()
-            _fit(task, Turns(share.accumulate), run, sections, topology, Path(run_folder), saved)
+            task, loader = _on_policy(setup, on_policy, prompts, build, data.length, checkpoints, saved is not None)
+        _fit(task, loader, run, sections, topology, Path(run_folder), saved)
     return checkpoints / "best"
-
-
-def recipe_facts(sections: Sections, store: TokenStore) -> dict[str, Any]:
-    """What decides the numbers of a run: it may not change between a checkpoint and what goes on from it."""
-    identity = store.manifest.identity
-    return {
-        "target": {name: getattr(identity, name) for name in COMPARED},
-        "drafter": facts_of(sections.drafter),
-        "objective": facts_of(sections.objective),
-        "data": {name: getattr(sections.data, name) for name in ("length", "seed", "feature_dtype")},
-        "optimizer": dataclasses.asdict(sections.optimizer),
-        "checkpoint.start": sections.checkpoint.start,  # null and a checkpoint from before this key are the same
-        "on_policy": _on_policy_facts(sections.on_policy),
-        "chats": {
-            "count": len(store),
-            "tokens": store.manifest.tokens,
-            "keys": hashlib.sha256("\n".join(store.keys).encode()).hexdigest()[:16],
-        },
-    }
-
-
-def _on_policy_facts(config: OnPolicyConfig | None) -> dict[str, Any] | None:
-    """All but how many prompts are answered at once, which changes no answer."""
-    return None if config is None else {name: value for name, value in facts_of(config).items() if name != "slots"}
-
-
-def facts_of(config: Any) -> Any:
-    """A config as JSON can hold it, with the name of every class; the parts of a list of configs stand under their numbers."""
-    if isinstance(config, list | tuple) and any(dataclasses.is_dataclass(part) for part in config):
-        return {str(number): facts_of(part) for number, part in enumerate(config)}
-    if dataclasses.is_dataclass(config):
-        values = {field.name: facts_of(getattr(config, field.name)) for field in dataclasses.fields(config)}
-        return {"class": type(config).__name__, **values}
-    return config
 
 
 def ours_refused(key: str) -> str:
@@ -317,6 +257,23 @@ def _prompts(
     return prompts.answered
 
 
+def _on_policy(
+    setup: Setup,
+    config: OnPolicyConfig,
+    prompts: list[Request],
+    build: Callable[[], DrafterNet],
+    length: int,
+    checkpoints: Path,
+    resumed: bool,
+) -> tuple[OnPolicyTask, DataLoader]:
+    """The task that makes its own micro-batches, with the rollouts of its checkpoint, and the loader that counts them."""
+    task = OnPolicyTask(setup, config, prompts, build, length, checkpoints / "rollouts")
+    require_space(checkpoints, 2 * task.bytes_beside, "two sets of rollouts (on_policy.buffer of them)")
+    if resumed:
+        task.restore()
+    return task, DataLoader(Turns(setup.share.accumulate), batch_size=None)
+
+
 def _say_resumed(saved: Saved, share: Share, max_steps: int, on_policy: bool, say: Callable[[str], None]) -> None:
     rows = "" if on_policy else f" {saved.position.rows:,} rows,"  # there a step has as many rows as its rollouts fill
     say(f"resuming from {saved.folder}: {saved.position.step} of {max_steps} steps,{rows} {saved.position.tokens:,} tokens")
@@ -345,7 +302,7 @@ def _held_out(run_folder: Path, target: Target, config: CheckpointConfig) -> lis
 
 def _fit(
     task: DistillTask,
-    stream: WindowStream | Turns,
+    loader: DataLoader,
     run: Run,
     sections: Sections,
     topology: Processes,
@@ -367,10 +324,6 @@ def _fit(
         trainer.strategy.config.setdefault("train_micro_batch_size_per_gpu", sections.data.rows)
     if saved is not None:
         _require_same_keeper(saved, task.share, uses_deepspeed(trainer.strategy))
-    if isinstance(stream, Turns):
-        loader = DataLoader(stream, batch_size=None)
-    else:
-        loader = make_loader(stream, sections.data.workers, pin=topology.accelerator == "gpu")
     try:
         trainer.fit(task, loader, ckpt_path=None if saved is None else str(saved.state), weights_only=True)
     finally:
