@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny import waiting_forbidden
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -223,11 +224,8 @@ def test_the_host_never_waits_for_the_device(chunk, positions):
         setattr(model, name, value.detach().to(device).requires_grad_(value.requires_grad))
     objective = Distillation(EVERY, positions, "drafts", chunk)
     results(objective, drafted, model)  # libraries wait when they are first used
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         results(objective, drafted, model)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_teacher_speaks_once_for_each_row_where_all_is_held():

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from replay_streams import DEPTH, IDS_V, NOTHING, ROUNDS, WIDTH, Model, by_hand, distance, layout_of, replayed, results, some
+from tiny import waiting_forbidden
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -221,11 +222,8 @@ def test_the_host_never_waits_for_the_device(chunk):
     drafted = replace(drafted, **columns)
     objective = OnPolicyDistillation([ForwardKL(), BernoulliKL()], [ReverseKL(), K3()], DPace(), ValidPrefix(), chunk=chunk)
     results(objective, drafted, model)  # libraries wait when they are first used
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_forbidden():
         results(objective, drafted, model)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- what depends on what ----------------------------------------------------------------------------------------------

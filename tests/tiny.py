@@ -1,5 +1,7 @@
 """Builds the tiny random targets that the tests use: a byte-level tokenizer, a ChatML-like template, random weights."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -52,6 +54,16 @@ def first(features: Features, count: int) -> Features:
 def rows_of(features: Features, rows) -> Features:
     """Some rows of the batch."""
     return Features(features.taps_BTAD[rows], features.final_BTD[rows])
+
+
+@contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """On a GPU: whatever makes the host wait for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

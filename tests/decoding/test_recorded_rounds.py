@@ -40,14 +40,19 @@ def ended_early(requests, plain):
     return [replace(r, ends=end, limit=r.limit - i) for i, (r, end) in enumerate(zip(requests, ends, strict=True))]
 
 
+def asked(target):
+    """Prompts whose answers end in every way, and the answers of plain decoding."""
+    requests = requests_for(target, lengths=(5, 17, 9, 2, 11, 8))
+    requests = ended_early(requests, plain_of(target, requests))
+    return requests, plain_of(target, requests)
+
+
 @pytest.fixture(scope="module", params=CASES, ids="-".join)
 def taught(request, targets):
     """A target, prompts, their plain answers, and a drafter that knows half of them."""
     architecture, name = request.param
     target = targets(architecture)
-    requests = requests_for(target, lengths=(5, 17, 9, 2, 11, 8))
-    requests = ended_early(requests, plain_of(target, requests))
-    plain = plain_of(target, requests)
+    requests, plain = asked(target)
     torch.manual_seed(0)
     net = DRAFTERS[name].build(target, DraftVocabulary.full(target.vocab))
     overfit(target, net, [plain[r.key] for r in requests[::2]], steps=20)

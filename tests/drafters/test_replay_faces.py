@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from decoding.test_engine import overfit, plain_of, requests_for
-from decoding.test_recorded_rounds import ended_early, fresh_rows, kept
+from decoding.test_engine import overfit
+from decoding.test_recorded_rounds import asked, fresh_rows, kept
 from drafters.test_faces import DRAFTERS, net_for
 
 from drafttrain.decoding.propose_chain import ChainProposer
@@ -25,9 +25,7 @@ def taught(request, targets):
     """A target, prompts, and a drafter that knows half of their answers."""
     architecture, name = request.param
     target = targets(architecture)
-    requests = requests_for(target, lengths=(5, 17, 9, 2, 11, 8))
-    requests = ended_early(requests, plain_of(target, requests))
-    plain = plain_of(target, requests)
+    requests, plain = asked(target)
     net = net_for(target, DRAFTERS[name])
     overfit(target, net, [plain[r.key] for r in requests[::2]], steps=20)
     return target, requests, net
