@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import io
+import re
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
@@ -204,7 +205,7 @@ def reason(error: Exception) -> str:
     if name == "GatedRepoError" or ("gated" in text.lower() and not missing):
         return "it is a gated model; ask for access on its Hub page and log in with `hf auth login` on this machine."
     if (
-        "401" in text
+        re.search(r"\b401 (?=Client|Unauthorized)", text)  # the digits alone may be a port's
         or "Repository Not Found" in text
         or "is not a valid model identifier" in text
         or "is not a local folder" in text

@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from planning import line, planner
 
 from drafttrain.target.hub import hub_answers
+from drafttrain.target.load import reason
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789" * 4
@@ -89,6 +90,25 @@ def test_without_a_network_a_config_that_was_fetched_before_is_read(tmp_path, ta
     with Hub() as hub:
         assert line(plan_of_a_hub_target(tmp_path, target_folders("llama"), capsys, hub), "parameters: ") == here
     assert hub.asked == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (
+            "We couldn't connect to 'http://127.0.0.1:40123' to load the files, and couldn't find them in the cached files.",
+            "cannot be reached",
+        ),
+        (
+            "We couldn't connect to 'http://127.0.0.1:401' to load the files, and couldn't find them in the cached files.",
+            "cannot be reached",
+        ),
+        ("401 Client Error: Unauthorized for url: http://127.0.0.1:40123/owner/name", "no such model"),
+        ("Client error '401 Unauthorized' for url 'http://127.0.0.1:40123/owner/name'", "no such model"),
+    ],
+)
+def test_a_port_is_not_taken_for_a_refusal(said, sentence):
+    assert sentence in reason(OSError(said))
 
 
 def test_a_model_that_does_not_exist_is_not_taken_for_a_missing_network(tmp_path, target_folders, capsys):
