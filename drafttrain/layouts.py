@@ -20,6 +20,8 @@ from drafttrain.types import Layout, Sequences
 
 QUERY_MULTIPLE = 32
 """Drafting rows are padded to a multiple of this, so that shapes repeat and kernels and allocations are reused."""
+PREFIXES = 1
+"""Last number of the seed by which prefixes are drawn, apart from the anchors of the same row."""
 
 
 def one_chat(ids_T: Tensor, prompt_len: int) -> Sequences:
@@ -43,18 +45,56 @@ def run_lengths(sequences: Sequences) -> Tensor:
 
 
 def chain_layout(
-    sequences: Sequences, depth: int, speakable_V: Tensor, keep_BT: Tensor | None = None, least_queries: int = 0
+    sequences: Sequences,
+    depth: int,
+    speakable_V: Tensor,
+    keep_BT: Tensor | None = None,
+    least_queries: int = 0,
+    shown_BT: Tensor | None = None,
 ) -> Layout:
     """Elements of a drafter that drafts `depth` tokens from every anchor: row A-1 drafts A+1, ..., A+depth.
 
     `speakable_V` marks the draft vocabulary. The anchor needs a feature row before it, so A is never a document's first token.
     `keep_BT` marks the anchors that draft; None: all. There are places for `least_queries` drafting rows in each packed row, filled or not: a kernel
-    that is compiled for its shapes is then compiled once.
+    that is compiled for its shapes is then compiled once. `shown_BT`: how many tokens behind each anchor stand open and are not drafted
+    (a `PrefixLayout`); None: none.
     """
     run_BT = run_lengths(sequences)
     anchors_BT = _anchors(sequences, run_BT) if keep_BT is None else _anchors(sequences, run_BT) & keep_BT
     anchors = [row.nonzero()[:, 0] for row in anchors_BT]
-    return Layout(*_elements(sequences, run_BT, anchors, [1.0] * depth, speakable_V, least_queries))
+    layout = Layout(*_elements(sequences, run_BT, anchors, [1.0] * depth, speakable_V, least_queries, shown_BT))
+    if shown_BT is None:
+        return layout
+    shown_BQ = shown_BT.gather(1, layout.query_BQ + 1)  # padding has that of row 0, which is no anchor
+    return PrefixLayout(**vars(layout), shown_BQ=shown_BQ)
+
+
+@dataclass(frozen=True)
+class PrefixLayout(Layout):
+    """A layout of which each draft begins behind some tokens of the text, which the drafter sees (variable prefix: D2SD, arXiv 2606.04446).
+
+    An element's anchor is the last token that is seen, and its depth counts from there, so weights by the place in the draft begin anew. Its
+    cell is the one of its place behind the drafting row.
+    """
+
+    shown_BQ: Tensor
+    """Tokens that are seen behind each drafting row's own, A; 0 in padding."""
+
+    def shown(self) -> Tensor:
+        return self.shown_BQ
+
+
+def drawn_prefixes(sequences: Sequences, depth: int, base: float, numbers: Sequence[Sequence[int]]) -> Tensor:
+    """[B, T]: how many tokens behind each anchor are seen, m of them with a chance proportional to base^m, 0 < base <= 1, cut so that at least one
+    supervised token of the `depth` is left to draft. 0 for what is no anchor. `numbers[b]` seed the draw of row b, as in `some_anchors`."""
+    run_BT = run_lengths(sequences)
+    reach_BT = (run_BT - 1).clamp(max=depth).where(_anchors(sequences, run_BT), 1).numpy()
+    uniform_BT = np.stack([np.random.default_rng([*number, PREFIXES]).random(reach_BT.shape[1]) for number in numbers])
+    if base == 1:
+        place_BT = uniform_BT * reach_BT
+    else:  # the inverse of P(m or fewer) = (1 - base^(m+1)) / (1 - base^reach)
+        place_BT = np.log1p(-uniform_BT * (1 - base**reach_BT)) / math.log(base)
+    return torch.from_numpy(np.minimum(np.floor(place_BT).astype(np.int64), reach_BT - 1))
 
 
 @dataclass(frozen=True)
@@ -87,10 +127,18 @@ def padded(count: int) -> int:
 
 
 def _elements(
-    sequences: Sequences, run_BT: Tensor, anchors: list[Tensor], share_K: Sequence[float], speakable_V: Tensor, least: int = 0
+    sequences: Sequences,
+    run_BT: Tensor,
+    anchors: list[Tensor],
+    share_K: Sequence[float],
+    speakable_V: Tensor,
+    least: int = 0,
+    shown_BT: Tensor | None = None,
 ) -> list[Tensor]:
-    """The fields of a layout. `anchors[b]` [A]: those of row b, in the order that they have in `query_BQ`; depth k has the first of them."""
+    """The fields of a layout. `anchors[b]` [A]: those of row b, in the order that they have in `query_BQ`; depth k has the first of them.
+    Behind an anchor with `shown` open tokens, place k is depth k - shown of a draft that begins at the last of them."""
     B, T = sequences.ids_BT.shape
+    shown_BT = torch.zeros_like(run_BT) if shown_BT is None else shown_BT
     Q = padded(max(1, least, *(len(at_A) for at_A in anchors)))
     query_BQ = torch.full((B, Q), -1)
     columns: dict[str, list[Tensor]] = {name: [] for name in ("anchor", "depth", "label", "teacher", "draft", "cell")}
@@ -99,15 +147,16 @@ def _elements(
         query_BQ[b, : len(at_A)] = at_A - 1
         for k, share in enumerate(share_K, start=1):
             kept = at_A[: math.ceil(share * len(at_A))]
-            reaches = (run_BT[b, kept] > k).nonzero()[:, 0]
-            anchor = kept[reaches]
-            label = sequences.ids_BT[b, anchor + k]
+            reaches = ((run_BT[b, kept] > k) & (shown_BT[b, kept] < k)).nonzero()[:, 0]
+            anchor = kept[reaches] + shown_BT[b, kept[reaches]]
+            depth = kept[reaches] + k - anchor
+            label = sequences.ids_BT[b, anchor + depth]
             said = speakable_V[label]
-            dropped_K[k - 1] += int((~said).sum())
+            dropped_K += torch.bincount(depth[~said] - 1, minlength=len(share_K))
             columns["anchor"].append(b * T + anchor[said])
-            columns["depth"].append(torch.full((int(said.sum()),), k))
+            columns["depth"].append(depth[said])
             columns["label"].append(label[said])
-            columns["teacher"].append(b * T + anchor[said] + k - 1)
+            columns["teacher"].append(b * T + (anchor + depth)[said] - 1)
             columns["draft"].append(b * Q + reaches[said])
             columns["cell"].append(((k - 1) * B + b) * Q + reaches[said])
     flat = {name: torch.cat(parts) for name, parts in columns.items()}

@@ -93,6 +93,10 @@ class Layout:
         """The token read just before each element [N]."""
         return ids_BT.flatten()[self.anchor_N + self.depth_N - 1]
 
+    def shown(self) -> Tensor | None:
+        """How many tokens behind its anchor every drafting row sees [B, Q]; None where none sees any."""
+        return None
+
     def streams(self) -> Tensor | None:
         """Which stream each element belongs to [N], as in `Drafted`; None where there is only one."""
         return None

@@ -31,7 +31,7 @@ from drafttrain.drafters.mask_token import mask_token
 from drafttrain.drafters.parallel import DraftState, ParallelNet
 from drafttrain.drafters.tree_state import last_of
 from drafttrain.errors import UserError
-from drafttrain.layouts import BlockRule, chain_layout, own_slots, some_anchors, within
+from drafttrain.layouts import BlockRule, chain_layout, drawn_prefixes, own_slots, some_anchors, within
 from drafttrain.ops.attention import attend
 from drafttrain.ops.blocks import attend_blocks, attend_blocks_fused
 from drafttrain.ops.rotary import Rotary, rotate
@@ -91,12 +91,19 @@ class _BlockDrafter(DrafterConfig):
     """Token whose embedding stands for a masked one. null: a padding row of the target's embedding, else a reserved special token."""
     window: int | None = None
     """Context rows that a slot sees, its own position and those of the block counted; null: all."""
+    prefix_base: float | None = field(default=None, kw_only=True)
+    """Training lets a block see m tokens behind its anchor, with a chance that falls as prefix_base^m, and scores those behind (variable prefix: D2SD,
+    arXiv 2606.04446, there 0.9); null: none, as when drafts are served."""
 
     def __post_init__(self):
         for name, least in (("block", self.least_block), ("layers", 1), ("anchors", 1), ("window", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"drafter.init_args.{name} is {value}, but must be at least {least}.")
+        if self.prefix_base is not None and not 0 < self.prefix_base <= 1:
+            raise UserError(
+                f"drafter.init_args.prefix_base is {self.prefix_base}, but must be above 0 and at most 1, or null to show no tokens."
+            )
         self._check_taps(self.taps)
         self._check_vocabulary()
 
@@ -156,22 +163,35 @@ class BlockNet(ParallelNet):
         ids_RQS[..., 1:].fill_(self.mask)
         return self.embed(ids_RQS)
 
+    def _shown(self, sequences: Sequences, layout: Layout) -> Tensor:
+        """X where a layout may show tokens behind the anchors."""
+        shown_BQ, ids_BT = layout.shown(), sequences.ids_BT
+        if shown_BQ is None:
+            return self.stream(layout.tokens(ids_BT, 0))
+        text_BQS = torch.stack([layout.tokens(ids_BT, slot) for slot in range(self.slots)], dim=-1)
+        seen_BQS = torch.arange(self.slots, device=shown_BQ.device) <= shown_BQ[..., None]
+        return self.embed(torch.where(seen_BQS, text_BQS, self.mask))
+
     # ---- training face -------------------------------------------------------------------------------------------------
 
     def layout(self, sequences: Sequences, depth: int | None = None, numbers: list[tuple[int, ...]] | None = None) -> Layout:
         depth = depth or self.needs.depth
         self.require_drafts(depth, "a layout")
-        most = self.config.anchors
-        if numbers is None or most is None:
+        most, base = self.config.anchors, self.config.prefix_base
+        if numbers is None:
             return chain_layout(sequences, depth, self.speaks_V)
+        shown_BT = None if base is None else drawn_prefixes(sequences, depth, base, numbers)
+        if most is None:
+            return chain_layout(sequences, depth, self.speaks_V, shown_BT=shown_BT)
         most = min(most, sequences.ids_BT.shape[1])
-        return chain_layout(sequences, depth, self.speaks_V, some_anchors(sequences, most, numbers), least_queries=most)
+        keep_BT = some_anchors(sequences, most, numbers)
+        return chain_layout(sequences, depth, self.speaks_V, keep_BT, least_queries=most, shown_BT=shown_BT)
 
     def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
         """One block behind the anchor of every drafting row."""
         rule = BlockRule(sequences, layout.query_BQ, self.slots, self.causal, self.config.window)
         attend_all = self._attention(rule)
-        context_BTH, x_BQSH = self.fuse(features), self.stream(layout.tokens(sequences.ids_BT, 0))
+        context_BTH, x_BQSH = self.fuse(features), self._shown(sequences, layout)
         B, Q, S, H = x_BQSH.shape
         context_turn = self.rotary(sequences.position_BT, x_BQSH.dtype)
         turn = self.rotary(rule.position_BQS.flatten(1), x_BQSH.dtype)
