@@ -91,6 +91,16 @@ def pack_rollouts(rollouts: Sequence[Rollout], length: int, multiple: int = 1, l
     return Packed(sequences, features, row_G, offset_G, torch.tensor(lengths, dtype=torch.int64), branch_G)
 
 
+def round_anchors(packed: Packed, rollouts: Sequence[Rollout]) -> Tensor:
+    """[B, T]: where the rounds of packed rollouts began to draft, as far as the texts reach."""
+    keep_BT = torch.zeros_like(packed.sequences.supervised_BT)
+    for rollout, row, offset, length in zip(rollouts, packed.row_G, packed.offset_G, packed.length_G, strict=True):
+        assert rollout.rounds is not None, "the engine keeps rounds where it is asked to"
+        anchor_R = rollout.rounds.anchor_R
+        keep_BT[row, offset + anchor_R[anchor_R < length]] = True
+    return keep_BT
+
+
 def _places(lengths: Sequence[int], room: int) -> list[tuple[int, int]]:
     """(row, where it begins) of every rollout: the first row with room."""
     places = [(0, 0)] * len(lengths)

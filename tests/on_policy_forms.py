@@ -26,6 +26,7 @@ FORMS = {
     "dflash, rounds": (DFLASH, {"replay": "rounds"}, OnPolicyDistillation()),
     "eagle3, pooled, chunks": (EAGLE, {"replay": "rounds"}, OnPolicyDistillation(reduction="pooled", chunk=16)),
     "eagle3, text": (EAGLE, {"replay": "text"}, {}),
+    "dflash, anchors": (DFLASH, {"replay": "anchors"}, {}),
     "eagle3, first rejection": (EAGLE, {"replay": "first_rejection"}, {}),
 }
 

@@ -14,7 +14,7 @@ from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.layouts import QUERY_MULTIPLE, chain_layout
 from drafttrain.losses import Distillation
-from drafttrain.replay import ReplayLayout, pack_rollouts, replay_layout
+from drafttrain.replay import ReplayLayout, pack_rollouts, replay_layout, round_anchors
 from drafttrain.tasks.speed import make_score
 from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.types import DraftRounds, Features, Rollout
@@ -222,6 +222,24 @@ def test_rollouts_are_packed_first_fit():
     layout, plain = (chain_layout(p.sequences, 3, ALL) for p in (packed, bare))
     assert all(torch.equal(getattr(layout, f.name), getattr(plain, f.name)) for f in fields(layout))
     assert torch.equal(packed.features.pool(layout.pool_M), bare.features.pool(layout.pool_M))
+
+
+@pytest.mark.parametrize("length", [90, 25])
+def test_answers_as_text_from_where_their_rounds_began(length):
+    """Every depth, with the answer's own tokens, of the anchors of rounds and of no others."""
+    rollouts = [rollout for rollout in some(3) if rollout.rounds is not None]
+    packed = pack_rollouts(rollouts, length)
+    layout = chain_layout(packed.sequences, K, ALL, round_anchors(packed, rollouts))
+    T, wanted = packed.sequences.ids_BT.shape[1], set()
+    for g, rollout in enumerate(rollouts):
+        row, offset, reach = (int(x[g]) for x in (packed.row_G, packed.offset_G, packed.length_G))
+        for anchor in rollout.rounds.anchor_R.tolist():
+            depths = range(1, min(K, reach - 1 - anchor) + 1)
+            wanted |= {(row * T + offset + anchor, k, int(rollout.ids[anchor + k])) for k in depths}
+    got = list(zip(layout.anchor_N.tolist(), layout.depth_N.tolist(), layout.label_N.tolist(), strict=True))
+    assert set(got) == wanted and len(got) == len(wanted) > 20
+    every = chain_layout(packed.sequences, K, ALL)
+    assert len(set(layout.anchor_N.tolist())) < len(set(every.anchor_N.tolist()))
 
 
 def test_a_rank_without_rollouts_takes_part(tiny_llama):

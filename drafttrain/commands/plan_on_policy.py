@@ -75,7 +75,7 @@ def require_on_policy(recipe: Recipe, topology: Topology) -> None:
     if steps:
         require_refreshes(config, steps)
     RolloutPlan(config, recipe.data.seed).lanes(topology.rank, topology.world)
-    if config.replay == "text":
+    if config.as_text:
         require_text(recipe.objective)
     require_streams(config, recipe.objective)
 
@@ -126,7 +126,7 @@ def most_elements(recipe: Recipe, topology: Topology, depth: int) -> int:
     """A bound on what a micro-batch scores. A round commits a token at least, so an answer has no more rounds than tokens."""
     config = recipe.on_policy
     of_micro = -(-config.batch // (topology.world * _accumulate(recipe)))
-    if config.replay == "text":
+    if config.as_text:
         return of_micro * config.max_tokens * depth
     accepted, rejected = scored_streams(recipe.objective.streams, config.replay)
     return of_micro * config.max_tokens * (accepted + rejected * min(depth, config.drafts or depth))
@@ -154,7 +154,7 @@ def _accumulate(recipe: Recipe) -> int:
 def kept(recipe: Recipe, topology: Topology, target: Target, net: DrafterNet, prompts: Prompts, tau: float | None) -> list[str]:
     """Bytes of the rollouts, in memory and on disk. `tau`: of the drafter that the run begins from, where that is known."""
     config, size = recipe.on_policy, _size(recipe)
-    drafts = None if config.replay == "text" else drafts_of(config, net)
+    drafts = drafts_of(config, net) if config.keeps_rounds else None
     made_with = MadeWith(target.identity, net.needs.taps, drafts)
 
     def buffer(tokens_a_round: float) -> int:
@@ -184,7 +184,7 @@ def device_parts(recipe: Recipe, topology: Topology, target: Target, net: Drafte
     rows = min(config.slots, config.rollouts // topology.world)
     longest = prompts.longest + config.max_tokens
     try:
-        slots, buffers = engine_buffers(target, net, drafts_of(config, net), rows, longest, config.replay != "text")
+        slots, buffers = engine_buffers(target, net, drafts_of(config, net), rows, longest, config.keeps_rounds)
     except RuntimeError:  # of torch: the target's code looks at a value
         return [("served copy of the drafter (the caches of its answers are not counted)", copied)]
     return [

@@ -1,5 +1,5 @@
 """On-policy distillation: the task that learns from its own drafter's rounds (Draft-OPD, arXiv 2605.29343), from the target's answers that they
-gave (text), or from the places where a draft was first rejected (online speculative decoding, arXiv 2310.07177).
+gave (text; anchors: from where its rounds began), or from the places where a draft was first rejected (online speculative decoding, arXiv 2310.07177).
 
     before step s, every `every` steps      answer prompts with the weights of now
     step s                                  one rollout of every lane -> micro-batches -> the loss of supervised training
@@ -47,7 +47,7 @@ class OnPolicyTask(DistillTask):
         plan, roller = RolloutPlan(config, setup.seed), Roller(target, copy, config, setup.seed)
         self._replayer = Replayer(net, setup.objective, roller, plan, prompts, setup.share, length)
         way_out = f"restore it, or delete {folder.parent}/ to begin anew"
-        drafts = None if config.replay == "text" else roller.drafts
+        drafts = roller.drafts if config.keeps_rounds else None
         self._files = RolloutFiles(folder, plan, MadeWith(target.identity, net.needs.taps, drafts), way_out)
         self._window: list[MicroBatch] = []
         self._idle = 0

@@ -8,7 +8,7 @@ from typing import Any
 
 from drafttrain.errors import UserError
 
-REPLAYS = ("rounds", "text", "first_rejection")
+REPLAYS = ("rounds", "text", "anchors", "first_rejection")
 
 
 def scored_streams(streams: tuple[bool, bool], replay: str) -> tuple[bool, bool]:
@@ -65,7 +65,7 @@ class OnPolicyConfig:
     """Prompts answered at once by one process."""
     replay: str = "rounds"
     """rounds: the drafts of every round, rejected ones too, behind the anchors from which they were drafted (Draft-OPD). text: the answers
-    as any other text. first_rejection: of every round only the place of the first rejected draft (online speculative decoding)."""
+    as any other text. anchors: as text too, but drafts begin where those of the rounds did. first_rejection: of every round only the place of the first rejected draft (online speculative decoding)."""
     from_random: bool = False
     """Begin also with a drafter that has learnt nothing: its drafts are rejected at once, so its rounds teach little."""
 
@@ -84,6 +84,16 @@ class OnPolicyConfig:
                 f"on_policy.buffer is {self.buffer}, but must hold at least the {self.rollouts} rollouts of a refresh; "
                 f"raise it to {self.rollouts} or more, or lower on_policy.rollouts."
             )
+
+    @property
+    def keeps_rounds(self) -> bool:
+        """Whether what is learnt depends on how the answers were drafted."""
+        return self.replay != "text"
+
+    @property
+    def as_text(self) -> bool:
+        """Whether the labels are the answers' own tokens at every depth, as in supervised training."""
+        return self.replay in ("text", "anchors")
 
     def _nearest(self, count: int) -> str:
         below = count - count % self.batch

@@ -27,8 +27,9 @@ from drafttrain.decoding.measure import tried_of
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
+from drafttrain.layouts import chain_layout
 from drafttrain.losses import Objective
-from drafttrain.replay import pack_rollouts, replay_layout
+from drafttrain.replay import pack_rollouts, replay_layout, round_anchors
 from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_config import OnPolicyConfig, scored_streams
 from drafttrain.tasks.on_policy_start import drafts_of, require_streams
@@ -67,10 +68,9 @@ class Roller:
         for weight in self.copy.parameters():  # not its buffers: rotary frequencies of 8 bits would put far tokens elsewhere
             weight.data = weight.data.to(target.dtype)
         sampling = Sampling(temperature=config.temperature, seed=seed)
-        rounds = config.replay != "text"
         self.engine = Engine(
             target, proposer=ChainProposer(copy, self.drafts), sampling=sampling, slots=config.slots, taps=copy.needs.taps,
-            keep_features=True, keep_rounds=rounds,
+            keep_features=True, keep_rounds=config.keeps_rounds,
         )  # fmt: skip
 
     def take(self, weights: Mapping[str, Tensor]) -> None:
@@ -224,6 +224,9 @@ class Replayer:
             place = self.share.rank * self.share.accumulate + micro
             seeds: list[tuple[int, ...]] = [(self.plan.seed, step, place, b) for b in range(len(packed.sequences.ids_BT))]
             return packed.sequences, packed.features, net.layout(packed.sequences, numbers=seeds)
+        if config.replay == "anchors":
+            keep_BT = round_anchors(packed, rollouts)
+            return packed.sequences, packed.features, chain_layout(packed.sequences, net.needs.depth, net.speaks_V, keep_BT)
         layout = replay_layout(
             packed, rollouts, net.needs.depth, net.speaks_V, streams=self.streams,
             first_rejection_only=config.replay == "first_rejection",
