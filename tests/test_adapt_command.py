@@ -292,6 +292,15 @@ def test_what_has_come_is_taken_and_no_more(pipe, tiny_llama):
     assert [request.key for request in stream.take(8)] == ["5", "6"] and stream.take(8) == []
 
 
+def test_a_mark_at_the_beginning_of_a_file_is_not_read(pipe, tiny_llama):
+    stream, writer, said, _ = pipe
+    os.write(writer, b"\xef\xbb\xbf" + line("one") + b"\xef\xbb\xbf" + line("two"))
+    os.close(writer)
+    [request] = stream.take(8)
+    assert request.ids == tuple(tiny_llama.render([{"role": "user", "content": "one"}]))
+    assert len(said) == 1 and said[0].startswith("line 2 of the prompts is left out: it is not JSON")
+
+
 def test_a_stop_is_obeyed_before_the_next_line(pipe):
     stream, writer, _, stop = pipe
     os.write(writer, line("one") + line("two"))

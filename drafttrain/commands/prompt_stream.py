@@ -94,7 +94,7 @@ class PromptStream:
         if not line.strip():
             return []
         try:
-            row = json.loads(line.decode())
+            row = json.loads(line.decode("utf-8-sig" if self._number == 1 else "utf-8"))  # some editors begin a file with a mark
         except (ValueError, RecursionError):
             raise Broken(f"it is not JSON; it must look like {EXAMPLE}") from None
         messages, key, tools = _chat(row), _key(row, self._number), tools_of(row.get("tools"))

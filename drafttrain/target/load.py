@@ -15,6 +15,7 @@ import torch
 from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.fuse import fuse_norms, merge_projections
+from drafttrain.target.hub import hub_answers
 from drafttrain.target.target import ATTENTION, KNOWN_LAYER_TYPES, Target, hf_attention, plain_copy, prove
 from drafttrain.target.template import ChatTemplate
 from drafttrain.types import Identity
@@ -87,8 +88,8 @@ def load_speaker(config: TargetConfig) -> Speaker:
     """
     where, gguf = locate(config.path)
     try:
-        hf_config, tokenizer, commit, _ = _load_light(config, where, gguf)
-        generation = _generation_config(where, gguf, commit, hf_config)
+        hf_config, tokenizer, commit, common = _load_light(config, where, gguf)
+        generation = _generation_config(where, gguf, hf_config, common)
     except UserError:
         raise
     except Exception as error:
@@ -178,21 +179,24 @@ def _load_light(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any
         common["gguf_file"] = gguf
     commit = None
     if not Path(where).is_dir():
+        common["local_files_only"] = not hub_answers(where, config.revision)
         # The snapshot folder is named after the commit; every further file is asked for at that commit.
-        commit = Path(hf_hub_download(where, "config.json", revision=config.revision)).parent.name
-        common["revision"] = commit
+        found = hf_hub_download(where, "config.json", revision=config.revision, local_files_only=common["local_files_only"])
+        commit = common["revision"] = Path(found).parent.name
     hf_config = AutoConfig.from_pretrained(where, **common)
     _refuse_recurrent(hf_config.get_text_config(), config.path)
     return hf_config, AutoTokenizer.from_pretrained(where, **common), commit, common
 
 
-def _generation_config(where: str, gguf: str | None, commit: str | None, hf_config: Any) -> Any:
+def _generation_config(where: str, gguf: str | None, hf_config: Any, common: dict[str, Any]) -> Any:
     """The one that a loaded model would carry: the file's, or what follows from the config where there is no file."""
     from transformers import GenerationConfig
 
     if gguf is None:
         try:
-            return GenerationConfig.from_pretrained(where, revision=commit)
+            return GenerationConfig.from_pretrained(
+                where, revision=common["revision"], local_files_only=common.get("local_files_only", False)
+            )
         except OSError:
             pass
     return GenerationConfig.from_model_config(hf_config)

@@ -162,7 +162,7 @@ def test_taps_are_spread_as_published():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [({"block": 1}, "block is 1"), ({"layers": 0}, "layers is 0"), ({"anchors": 0}, "anchors is 0"), ({"window": 0}, "window is 0"),
-     ({"taps": [3, 1]}, "ascending")],
+     ({"taps": [3, 1]}, "ascending"), ({"draft_vocab": 1}, r"draft_vocab is 1, but must be a number of tokens \(at least 2\)")],
 )  # fmt: skip
 def test_what_cannot_be_built_is_refused(arguments, sentence):
     with pytest.raises(UserError, match=sentence):

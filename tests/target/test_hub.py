@@ -92,6 +92,30 @@ def test_without_a_network_a_config_that_was_fetched_before_is_read(tmp_path, ta
     assert hub.asked == 1
 
 
+LOAD = """
+import sys
+from drafttrain.errors import UserError
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
+try:
+    load_target(TargetConfig(path="owner/name"), "cpu")
+except UserError as error:
+    print(error)
+"""
+
+
+def test_loading_asks_once_too(tmp_path):
+    with Hub() as hub:
+        env = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
+        env |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", LOAD], env=env, cwd=ROOT, text=True, capture_output=True, timeout=120)
+    assert done.stdout.splitlines()[-1] == (
+        "target owner/name could not be loaded: the Hub cannot be reached and the model is not in the local cache; give a local folder or a .gguf "
+        "file, or connect."
+    ), done.stderr[-2000:]
+    assert hub.asked == 1
+
+
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [
