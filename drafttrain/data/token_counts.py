@@ -10,6 +10,7 @@ from torch import Tensor
 from drafttrain import vocab
 from drafttrain.data.shards import Chat
 from drafttrain.data.store import TokenStore
+from drafttrain.errors import UserError
 
 LEFT_OUT = 4096
 """Most questions that are left out, one by one: their mean is then known to a few tenths of a percent, in about a second."""
@@ -21,8 +22,13 @@ def count(store: TokenStore, among_V: Tensor | None = None, visit: Callable[[int
     """Counts of the whole store, with up to `LEFT_OUT` of its questions left out, evenly spaced.
 
     `among_V` [V, bool] are the only tokens that can be chosen. `visit` is called with every chat and its index, so that who wants to see
-    them all need not read them again.
+    them all need not read them again. Raises UserError of a store without chats.
     """
+    if not len(store):
+        raise UserError(
+            f"{store.folder}/ holds no chats, so there is nothing to learn from; see in data/report/ why each was dropped, change the prepare section, and "
+            "run data_prep again."
+        )
     chosen = _left_out(store.keys)
     texts: dict[str, list[Chat]] = defaultdict(list)
     for index in chosen if visit is None else range(len(store)):

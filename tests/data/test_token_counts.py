@@ -1,5 +1,6 @@
 """Which chats of a store are left out together, and that counting them is counting the texts by hand."""
 
+import pytest
 import torch
 from tiny_run import ragged_chats, write_store
 
@@ -7,6 +8,7 @@ from drafttrain import vocab
 from drafttrain.data import token_counts
 from drafttrain.data.shards import Chat
 from drafttrain.data.token_counts import count
+from drafttrain.errors import UserError
 
 
 def store_of(tmp_path, target, keys):
@@ -36,3 +38,9 @@ def test_of_many_questions_some_are_left_out_and_all_are_counted(tiny_llama, tmp
     assert got.total == sum(int(chat.supervised.sum()) for chat in chats)
     assert got.left_out == sum(int(chats[i].supervised.sum()) for i in (0, 3, 6, 9, 12))
     assert torch.equal(got.places_V, count(store).places_V) and int(got.places_V.sum()) == got.left_out
+
+
+def test_a_store_without_chats_is_refused(tiny_llama, tmp_path):
+    store, _ = store_of(tmp_path, tiny_llama, [])
+    with pytest.raises(UserError, match="holds no chats, so there is nothing to learn from"):
+        count(store)
