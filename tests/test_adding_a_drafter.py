@@ -11,8 +11,10 @@ from drafttrain.drafters.registry import known_drafters
 ROOT = Path(__file__).resolve().parents[1]
 OTHERS_CHECKPOINTS = (
     "drafttrain/drafters/published.py",
+    "drafttrain/drafters/published_blocks.py",
+    "drafttrain/drafters/published_eagle.py",
+    "drafttrain/drafters/published_heads.py",
     "drafttrain/drafters/start_files.py",
-    "drafttrain/drafters/warm_start.py",
 )
 """What reads drafters as their own projects publish them: for a method that has no such checkpoints there is nothing to add."""
 

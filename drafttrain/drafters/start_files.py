@@ -1,4 +1,4 @@
-"""Finding the folder that training begins from, and reading its tensors: a local folder or a Hub id, safetensors or (on request) a pickle."""
+"""Finding the folder of a trained drafter, and reading its tensors: a local folder or a Hub id, safetensors or (on request) a pickle."""
 
 import pickle as pickles
 from pathlib import Path
@@ -12,25 +12,24 @@ from drafttrain.errors import UserError
 
 WEIGHTS = "*.safetensors"
 PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-WANTED = ("config.json", "drafter.json", WEIGHTS)
+WANTED = ("config.json", "drafter.json", "drafttrain.json", WEIGHTS)
 
 
-def find(where: str, pickle: bool) -> Path:
-    """The folder, downloaded (or taken from the cache) where it is a Hub id. UserError if it is not to be had."""
+def find(where: str, pickle: bool, asked: str = "checkpoint.start") -> Path:
+    """The folder, downloaded (or taken from the cache) where it is a Hub id. `asked` is what names it: a key of the recipe or a flag.
+    UserError if it is not to be had."""
     from huggingface_hub import snapshot_download
 
     local = Path(where).expanduser()
     if local.is_dir():
         return local
     if local.exists() or where.startswith(("/", "./", "../", "~")) or where.count("/") != 1:
-        raise UserError(
-            f"checkpoint.start is {where}, but there is no such folder; give an existing folder or a Hub id (owner/name)."
-        )
+        raise UserError(f"{asked} is {where}, but there is no such folder; give an existing folder or a Hub id (owner/name).")
     wanted = [*WANTED, *(PICKLES if pickle else ())]
     try:
         return Path(snapshot_download(where, allow_patterns=wanted))
     except Exception as error:  # the client raises a dozen kinds here; every one means that the checkpoint cannot be had
-        raise UserError(f"checkpoint.start {where} could not be downloaded: {_reason(error)}") from error
+        raise UserError(f"{asked} {where} could not be downloaded: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

@@ -12,67 +12,44 @@ Letters: V target vocabulary, Vd rows of a head.
 """
 
 import json
-import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
-from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.base import DrafterConfig
 from drafttrain.drafters.decoder import DecoderShape
-from drafttrain.drafters.published import Published, recognise
-from drafttrain.drafters.registry import known_drafters
-from drafttrain.drafters.save import read_record
-from drafttrain.drafters.start_files import find, read_tensors
+from drafttrain.drafters.mask_token import mask_token
+from drafttrain.drafters.published_layout import Published
+from drafttrain.drafters.source import Source, rope_of
 from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.errors import UserError
-from drafttrain.files import read_json, write_tensors_atomic
-from drafttrain.target.identity import differences
+from drafttrain.files import write_tensors_atomic
 from drafttrain.target.target import Target
 from drafttrain.vocab import Counts, DraftVocabulary, choose, coverage
 
-MAPS = ("d2t", "t2d", "token_map")
-"""Tensors that say which tokens a head has."""
-TRAINING_ONLY = ("depth", "draft_vocab", "least_coverage", "noise", "dropout", "anchors", "cod_ratio", "cod_least")
-"""Arguments of our drafters that another training of the same net may change."""
-COMPARED_ROWS = 4096
-"""Rows of a table that are compared with the target's."""
 KEPT = "start_vocabulary.safetensors"
 
 
 @dataclass(frozen=True)
-class WarmStart:
+class WarmStart(Source):
     """A checkpoint that fits the recipe's drafter, as far as can be told before a net is built."""
 
-    where: str
-    """As the user typed it."""
-    found: Published
+    asked = "checkpoint.start"
+    way_out = "Give a checkpoint of the same shape, or train without checkpoint.start."
+
     config: DrafterConfig
-    target: Target
-    held: DraftVocabulary | None
-    """Tokens of its head; None where it speaks with the target's."""
-    notes: tuple[str, ...]
 
     @staticmethod
     def open(where: str, pickle: bool, config: DrafterConfig, target: Target) -> "WarmStart":
         """Find, read and recognise `checkpoint.start`. UserError where it is missing, damaged, of an unknown layout, or another net than
         the recipe's drafter."""
-        folder, what = find(where, pickle), f"checkpoint.start {where}"
-        tensors = read_tensors(folder, pickle, what)
-        notes: tuple[str, ...] = ()
-        if (folder / "drafter.json").exists():
-            record = read_record(folder)
-            found = _ours(record["class_path"], record["init_args"], record["identity"], tensors, target, what)
-            strange = differences(record["identity"], target.identity)
-            notes = (f"it was trained with another target ({'; '.join(strange)})",) if strange else ()
-        else:
-            found = _published(read_json(folder / "config.json", what), tensors, target, what)
-        _require_same_net(found, config, target, what)
-        notes += _rotary_note(found, target)
-        return WarmStart(where, found, config, target, _held(found, target.vocab, what), notes)
+        start = WarmStart.read(where, pickle, target, config=config)
+        start.require_same_net()
+        return replace(start, notes=(*start.notes, *_rotary_note(start.found, target)))
 
     # ---- vocabulary ----------------------------------------------------------------------------------------------------
 
@@ -117,223 +94,56 @@ class WarmStart:
         chosen = choose(counts.supervised_V[held.ids], size, counts.other_V[held.ids], always=ends)
         return DraftVocabulary(held.ids[chosen.ids], held.size)
 
-    # ---- weights -------------------------------------------------------------------------------------------------------
+    # ---- what must be equal --------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def fill(self, net: DrafterNet) -> list[str]:
-        """Put the checkpoint's weights into a net of the recipe; returns what was done, for people.
-
-        UserError that lists every tensor which is missing, unknown or of another shape.
-        """
-        found, weights, used = self.found, {}, set()
-        faults: list[str] = []
-        for ours, own in net.state_dict().items():
-            names = found.theirs(ours)
-            parts = [self._part(name, own, len(names), ours in net.words, faults) for name in names]
-            used.update(names)
-            if all(part is not None for part in parts):
-                weights[ours] = torch.cat([part for part in parts if part is not None], dim=-1)
-        without = [ours for ours in found.lost if ours not in net.state_dict()]
-        used.update(name for ours in without for name in found.theirs(ours))
-        spare = set(found.tensors) - used - set(MAPS)
-        left_out = {name for name in spare if found.skips(name)}
-        faults += [f"{name} is unknown" for name in sorted(spare - left_out)]
-        if faults:
+    def require_same_net(self) -> None:
+        """UserError that names each argument of the recipe's drafter, and each size of the target, for which the checkpoint is another net."""
+        found, config, what = self.found, self.config, f"{self.what} ({self.found.layout})"
+        if found.drafter != type(config).__name__:
             raise UserError(
-                f"checkpoint.start {self.where} ({found.layout}) does not fit the recipe's {type(self.config).__name__} for this target: "
-                f"{'; '.join(faults)}. Give a checkpoint of the same shape, or train without checkpoint.start."
+                f"{self.what} is {found.layout}, which is a drafter of class {found.drafter}, but drafter.class_path is {type(config).__name__}; set "
+                f"that to {found.drafter}, or give another checkpoint."
             )
-        if net.words and self.held is not None:
-            rows = self._rows(net.vocabulary)
-            weights |= {name: weights[name][rows] for name in net.words}
-        net.load_state_dict(weights)
-        line = f"starting from {self.where}: {found.layout}, {len(weights)} tensors"
-        notes = (*self.notes, *(found.lost[ours] for ours in without), *self._strangers(left_out))
-        skipped = [f"left out, as the target's or not needed: {', '.join(sorted(left_out))}"] if left_out else []
-        return ["; ".join([line, *skipped]), *(f"note: {note}" for note in notes)]
+        if faults := self.misfits(_sizes(self.target)):
+            raise UserError(f"{what} cannot be continued here: {'; '.join(faults)}; give another checkpoint.")
+        wrong = []
+        for name, value in found.options.items():
+            now, own = self._meant(name, getattr(config, name)), self._meant(name, value)
+            if now != own:
+                wrong.append(f"drafter.init_args.{name} is {json.dumps(now)}, its own {json.dumps(own)}")
+        if wrong:
+            raise UserError(f"{what} is another net than the recipe's: {'; '.join(wrong)}; set them as the checkpoint has them.")
 
-    def _part(self, name: str, own: Tensor, parts: int, words: bool, faults: list[str]) -> Tensor | None:
-        """One tensor of the file in the shape that ours needs, before its rows are picked; None behind a fault."""
-        shape = list(own.shape)
-        if words and self.held is not None:
-            shape[0] = len(self.held.ids)
-        shape[-1] //= parts
-        got = self.found.tensors.get(name)
-        if got is None:
-            if re.fullmatch(self.found.zeros, name):
-                return torch.zeros(shape)
-            faults.append(f"{name} is missing")
-        elif list(got.shape) != shape:
-            faults.append(f"{name} is {list(got.shape)} instead of {shape}")
-        elif not got.is_floating_point():
-            faults.append(f"{name} holds {str(got.dtype).removeprefix('torch.')} instead of floating-point numbers")
-        elif not got.isfinite().all():
-            faults.append(f"{name} holds numbers that are not finite")
-        else:
-            return got.float()
-        return None
-
-    def _rows(self, vocabulary: DraftVocabulary) -> Tensor:
-        """Rows of the checkpoint's head, in the file's own order, that say these tokens."""
-        ids = _ids(self.found)
-        place_V = torch.arange(vocabulary.size)
-        if ids is not None:
-            place_V[ids] = torch.arange(len(ids))
-        return place_V[vocabulary.ids]
-
-    def _strangers(self, left_out: set[str]) -> list[str]:
-        """Tables that are left out because the target has its own, and that are not the target's."""
-        head = self.target.head_weight
-        said = self.found.tensors.get("token_map")
-        own = {
-            "embed_tokens.weight": self.target.embedding_weight,
-            "lm_head.weight": head if said is None else head[said.to(head.device)],
-        }
-        found = []
-        for name in sorted(left_out & own.keys()):
-            theirs, ours = self.found.tensors[name], own[name]
-            every = slice(0, len(ours), -(-len(ours) // COMPARED_ROWS))
-            if theirs.shape == ours.shape:
-                there, here = theirs[every].float(), ours[every].float().cpu()
-                if (there - here).norm() <= 0.01 * here.norm():
-                    continue
-            found.append(f"its {name} is not this target's, whose own is used")
-        return found
+    def _meant(self, name: str, value: Any) -> Any:
+        """What an argument comes to for this target, where its value leaves a choice."""
+        if name == "taps":
+            taps: dict[str, Any] = {name: list(value or [])}
+            return replace(self.config, **taps).taps_of(self.target)
+        if name == "mask_token" and self.target.tokenizer is not None:  # a plan has none
+            return mask_token(self.target, value)
+        return value
 
 
-# ---- what the folder holds --------------------------------------------------------------------------------------------------
-
-
-def _ours(class_path: str, init_args: dict, sizes: dict, tensors: dict[str, Tensor], target: Target, what: str) -> Published:
-    """A drafter that `save_drafter` or a native export wrote. Another target is no fault: to follow one that was tuned is a use of this."""
-    try:
-        config = known_drafters()[class_path](**init_args)
-    except (KeyError, TypeError) as error:
-        raise UserError(
-            f"{what} was saved by a version of drafttrain with other drafters ({error}); use that version."
-        ) from error
-    options = {name: value for name, value in asdict(config).items() if name not in TRAINING_ONLY}
-    if "taps" in options:
-        options["taps"] = config.taps_of(target)  # each family has defaults of its own
-    own_sizes = {"hidden_size": sizes["hidden"], "vocab_size": sizes["vocab"]}
-    return Published("a drafter of drafttrain", class_path, own_sizes, tensors, options=options)
-
-
-def _published(config: dict, tensors: dict[str, Tensor], target: Target, what: str) -> Published:
-    """A folder with a config.json: a native export of ours, or a layout that others read too."""
-    if config.get("model_type") == "drafttrain":
-        sizes = {"hidden": config["hidden_size"], "vocab": config["vocab_size"]}
-        return _ours(config["class_path"], config["init_args"], sizes, tensors, target, what)
-    found = recognise(config, tensors, what)
-    if found.raw_embeddings is not None:
-        _scale_embeddings(found, found.raw_embeddings, target)
-    return found
-
-
-def _scale_embeddings(found: Published, name: str, target: Target) -> None:
-    """Where the target multiplies its embeddings by s (Gemma), columns that read them raw become columns that read theirs, divided by s."""
-    scale = target.embedding_scale()
-    if scale is None:
-        found.refusals.append(
-            "it reads the target's embeddings as they stand in the table, and the target changes them by more than a factor"
-        )
-    elif scale != 1.0 and name in found.tensors and found.tensors[name].dim() == 2:
-        weight = found.tensors[name].float().clone()
-        weight[:, : weight.shape[1] // 2] /= scale
-        found.tensors[name] = weight
-
-
-# ---- what must be equal -----------------------------------------------------------------------------------------------------
-
-
-def _require_same_net(found: Published, config: DrafterConfig, target: Target, what: str) -> None:
-    """UserError that names each argument of the recipe's drafter, and each size of the target, for which the checkpoint is another net."""
-    if found.drafter != type(config).__name__:
-        raise UserError(
-            f"{what} is {found.layout}, which is a drafter of class {found.drafter}, but drafter.class_path is {type(config).__name__}; set that "
-            f"to {found.drafter}, or give another checkpoint."
-        )
+def _sizes(target: Target) -> dict[str, Any]:
+    """What a drafter that is trained for this target has in its config.json."""
     shape = DecoderShape.of(target)
-    sizes = {
+    return {
         "hidden_size": shape.hidden, "vocab_size": shape.vocab, "intermediate_size": shape.intermediate, "hidden_act": "silu",
         "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
     }  # fmt: skip
-    faults = list(found.refusals)
-    faults += [
-        f"{name} is {found.config[name]}, but this target's drafters have {value}"
-        for name, value in sizes.items()
-        if found.config.get(name) not in (None, value)
-    ]
-    if faults:
-        raise UserError(f"{what} ({found.layout}) cannot be continued here: {'; '.join(faults)}; give another checkpoint.")
-    wrong = []
-    for name, value in found.options.items():
-        now = getattr(config, name)
-        if name == "taps":
-            now, value = config.taps_of(target), target.default_taps if value is None else value
-        if now != value:
-            wrong.append(f"drafter.init_args.{name} is {json.dumps(now)}, its own {json.dumps(value)}")
-    if wrong:
-        raise UserError(
-            f"{what} ({found.layout}) is another net than the recipe's: {'; '.join(wrong)}; set them as the checkpoint has them."
-        )
 
 
 def _rotary_note(found: Published, target: Target) -> tuple[str, ...]:
-    """Published configs often leave the rotary base out, and their code then takes 10,000: told where that is not the target's."""
+    """Told where the drafter's positions are not turned as the target's, for training turns them so."""
     if "num_attention_heads" not in found.config:
         return ()
-    own = DecoderShape.of(target).rope_parameters
-    said = found.config.get("rope_parameters") or {}
-    scaling = found.config.get("rope_scaling") or said
-    base = said.get("rope_theta") or found.config.get("rope_theta") or 10000.0
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if (float(base), kind) == (float(own["rope_theta"]), own.get("rope_type", "default")):
+    own, said = DecoderShape.of(target).rope_parameters, rope_of(found.config)
+    base, kind = said["rope_theta"], said["rope_type"]
+    if (base, kind) == (float(own["rope_theta"]), own.get("rope_type", "default")):
         return ()
     return (
         f"it turns positions with base {base:g} ({kind}), the target with {own['rope_theta']:g} ({own.get('rope_type')}): the target's is used",
     )
-
-
-# ---- the tokens of a head ---------------------------------------------------------------------------------------------------
-
-
-def _ids(found: Published) -> Tensor | None:
-    """Target id of each row of the head, in the file's order; None where the rows are all tokens in order."""
-    tensors = found.tensors
-    if "d2t" in tensors:
-        return tensors["d2t"].long() + torch.arange(len(tensors["d2t"]))
-    if "token_map" in tensors:
-        return tensors["token_map"].long()
-    if "t2d" in tensors:
-        return tensors["t2d"].bool().nonzero()[:, 0]
-    return None
-
-
-def _held(found: Published, vocab: int, what: str) -> DraftVocabulary | None:
-    """The tokens of the checkpoint's head. UserError where its maps do not say which they are."""
-    if found.rows is None:
-        return None
-    ids = _ids(found)
-    ids = torch.arange(found.rows) if ids is None and found.rows == vocab else ids
-    if ids is None:
-        raise UserError(
-            f"{what} has a head of {found.rows:,} tokens, but the target {vocab:,}, and no d2t says which they are; give a checkpoint that has one."
-        )
-    marked = found.tensors.get("t2d")
-    faults = [
-        len(ids) != found.rows and f"its maps name {len(ids):,} tokens, its head has {found.rows:,} rows",
-        bool(((ids < 0) | (ids >= vocab)).any()) and f"its maps name tokens outside of the target's {vocab:,}",
-        len(ids.unique()) != len(ids) and "its maps name a token twice",
-        marked is not None
-        and not torch.equal(marked.bool().nonzero()[:, 0], ids.sort().values)
-        and "its d2t and t2d name different tokens",
-    ]
-    if wrong := [fault for fault in faults if fault]:
-        raise UserError(
-            f"{what} is damaged: {'; '.join(str(fault) for fault in wrong)}; download it again, or give another checkpoint."
-        )
-    return DraftVocabulary(ids.sort().values, vocab)
 
 
 # ---- a run that goes on -----------------------------------------------------------------------------------------------------

@@ -562,7 +562,7 @@ def test_another_net_of_ours_is_refused_with_what_to_set(tiny_llama, tmp_path):
         ("eagle1", {"hidden_act": "gelu"}, "hidden_act is gelu, but this target's drafters have silu"),
         ("hydra", {"grounded_heads": False}, "grounded_heads is False, and a Hydra of ours sees the drafted tokens"),
         ("hydra", {"hidden_state_offset": 2}, "hidden_state_offset is 2"),
-        ("speculators", {"speculators_model_type": "peagle"}, "is a peagle drafter of speculators"),
+        ("speculators", {"speculators_model_type": "mtp"}, "is a mtp drafter of speculators"),
     ],
 )
 def test_what_our_nets_cannot_compute_is_refused_with_the_reason(tiny_llama, tmp_path, name, change, sentence):
