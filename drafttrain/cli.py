@@ -2,7 +2,7 @@
 
 Each command is one file in `commands/` that composes what it needs. Only the file that is asked for is imported, so that
 validating on a laptop never imports Lightning or DeepSpeed. Every error that a user can mend is printed as `error: ...`, and the
-exit code is 2.
+exit code is 2. `inspect` and `compare` are given folders of drafters instead of a recipe.
 """
 
 import argparse
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from drafttrain.commands.folder_options import CompareOptions, InspectOptions
 from drafttrain.commands.trim_options import TrimOptions
 from drafttrain.errors import UserError
 from drafttrain.options import Options
@@ -33,7 +34,11 @@ COMMANDS = {
     "adapt": "answer --prompts and keep the drafter learning from them, guarded; goes on from where it was stopped",
     "trim": "cut a trained drafter's head down to --size tokens without training, as a run of its own",
     "plan": "print the resolved recipe and its arithmetic; starts nothing",
+    "inspect": "say what the folder of a drafter is (PATH, ours or anybody's), who loads it, and what is wrong with it; needs no recipe",
+    "compare": "set two drafters (A B) side by side: configuration, tensors and, with --config RECIPE, tau on the same prompts",
 }
+FOLDERS = {"inspect": "PATH [--target TARGET]", "compare": "A B [--config RECIPE [--section.key value]] [--json FILE]"}
+"""Commands that are given folders or Hub ids, and how they are called."""
 ABOUT = COMMANDS | {
     "data_prep": "Prompts in, token stores out: runs/NAME/data/. To see which tokens of a file of chats, or of a token store, are "
     "supervised: python -m data_prep show --help"
@@ -115,7 +120,13 @@ def _main(argv: list[str]) -> None:
         raise UserError(
             f"no command {command!r}: " + (f"did you mean {close[0]}?" if close else f"choose from {', '.join(COMMANDS)}.")
         )
-    parsed = parse(command, f"python -m drafttrain {command}", rest)
+    program = f"python -m drafttrain {command}"
+    if command in FOLDERS:
+        given = parse_folders(command, program, rest)
+        if given is not None:
+            importlib.import_module(f"drafttrain.commands.{command}").run(*given)
+        return
+    parsed = parse(command, program, rest)
     if parsed is not None:
         recipe, options = parsed
         if command in ("train", "plan"):
@@ -140,13 +151,61 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
     for flag, key in stands_for.items():
         if getattr(known, flag, None):
             overrides.append((key, getattr(known, flag)))
-    recipe, notes = load_recipe(known.config, overrides)
-    if speaks():
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+    recipe = _recipe(known.config, overrides)
     kind = TrimOptions if command == "trim" else Options
     extra = {name: getattr(known, name) for name in ("prompt", "prompts", "draft", "counts", "out") if hasattr(known, name)}
     return recipe, kind(Run(known.runs / recipe.name), **extra)
+
+
+def _recipe(configs: Sequence[str], overrides: Sequence[tuple[str, str]]) -> Recipe:
+    recipe, notes = load_recipe(configs, overrides)
+    if speaks():
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+    return recipe
+
+
+def parse_folders(command: str, program: str, argv: Sequence[str]) -> tuple[object, ...] | None:
+    """What `run` of a command that is given folders takes: its options and, of compare, the recipe or None; None after printing its help.
+
+    Raises:
+        UserError: everything that is wrong with the flags or the recipe.
+    """
+    parser = _Parser(
+        prog=program, usage=f"{program} {FOLDERS[command]}", description=ABOUT[command], allow_abbrev=False, add_help=False
+    )
+    parser.add_argument("-h", "--help", action="store_true", help="this text")
+    folders = ("path",) if command == "inspect" else ("a", "b")
+    for name in folders:
+        parser.add_argument(name, metavar=name.upper(), nargs="?", help="folder of a drafter, or a Hub id (owner/name)")
+    if command == "inspect":
+        parser.add_argument("--target", metavar="TARGET", help="check it against this target too: folder, Hub id or .gguf file")
+    else:
+        parser.add_argument(
+            "--config",
+            action="append",
+            default=[],
+            metavar="YAML",
+            help="a recipe: measure tau with its target and held-out prompts",
+        )
+        parser.add_argument(
+            "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are (default: runs)"
+        )
+        parser.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
+    known, rest = parser.parse_known_args(argv)
+    if known.help:
+        print(parser.format_help())
+        return None
+    if missing := [name.upper() for name in folders if getattr(known, name) is None]:
+        raise UserError(f"{command} needs {' and '.join(missing)}: {program} {FOLDERS[command]}.")
+    overrides = pairs(rest)
+    if command == "inspect":
+        if overrides:
+            raise UserError(f"inspect reads no recipe, so --{overrides[0][0]} means nothing to it; see {program} --help.")
+        return (InspectOptions(known.path, known.target),)
+    if overrides and not known.config:
+        raise UserError(f"--{overrides[0][0]} is a key of a recipe, and none is given; add --config RECIPE, or leave it out.")
+    return CompareOptions(known.a, known.b, known.runs, known.json), _recipe(known.config, overrides) if known.config else None
 
 
 def _options_parser(command: str, program: str) -> _Parser:
@@ -202,6 +261,7 @@ def _overview() -> str:
         "",
         *(f"  {name:<9} {text}" for name, text in COMMANDS.items()),
         "",
+        f"Of folders: {', '.join(f'{name} {words}' for name, words in FOLDERS.items())}",
         "First make the data: python -m data_prep --config RECIPE. All of it in order: launch/pipeline.sh RECIPE.",
         f"Keys of a recipe: python -m drafttrain plan --help. An example: {EXAMPLE}",
     ]
