@@ -219,8 +219,9 @@ def _options_parser(command: str, program: str) -> _Parser:
     if command == "generate":
         parser.add_argument("--max-tokens", metavar="N", help="most tokens of the answer (same as --validate.max_tokens)")
         parser.add_argument("--prompt", metavar="TEXT", help="what the user says")
-    if command in ("generate", "bench"):
-        parser.add_argument("--draft", type=Path, metavar="DIR", help="an export or a checkpoint, instead of the run's own")
+    if command in ("generate", "validate", "bench"):
+        told = "another drafter than the run's own: a folder or Hub id (owner/name), ours or as others publish theirs"
+        parser.add_argument("--draft", type=Path, metavar="DRAFTER", help=told)
     if command == "adapt":
         parser.add_argument("--prompts", metavar="FILE", help="a line of JSON each, with messages or prompt; - reads stdin")
         parser.add_argument(

@@ -15,7 +15,7 @@ class Options:
     prompt: str | None = None
     """generate: the user's words."""
     draft: Path | None = None
-    """generate, bench, adapt: folder of a drafter or an export; None takes the run's own."""
+    """generate, validate, bench: folder or Hub id of a drafter, ours or as others publish theirs; adapt: folder of ours; None takes the run's own."""
     prompts: str | None = None
     """adapt: file of prompts, or - for stdin."""
     out: Path | None = None

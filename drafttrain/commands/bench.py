@@ -4,7 +4,7 @@ from pathlib import Path
 
 from data_prep.dialects import Broken, Reader
 from data_prep.rows import json_lines
-from drafttrain.commands.drafts import export_hash, find_draft, load, load_draft
+from drafttrain.commands.drafts import Draft, load
 from drafttrain.data.store import TokenStore
 from drafttrain.decoding.methods import Method
 from drafttrain.errors import UserError
@@ -25,25 +25,20 @@ CALIBRATION = 32
 
 
 def run(recipe: Recipe, options: Options) -> None:
-    """Measure and write report/bench/. Raises UserError, also if fp32 output is not lossless."""
+    """Measure and write bench/ in the drafter's report (drafts.py). Raises UserError, also if fp32 output is not lossless."""
     folder, config = options.run, recipe.bench
     questions, skipped = read_questions(config.prompts) if config.prompts is not None else ([], [])
     held_out = TokenStore.open(folder.data / "held_out") if config.prompts is None else None
-    draft = options.draft or find_draft(folder)
+    draft = Draft.of(recipe, options)
     target = load(recipe.target)
     if held_out is not None:
         questions = _of_store(held_out, target)
-    net = load_draft(draft, target)
-    facts = {
-        "name": recipe.name,
-        "command": command_line(),
-        "draft": str(draft),
-        "export_hash": export_hash(draft),
-    }
+    net, told = draft.load(target, recipe)
+    facts = {"name": recipe.name, "command": command_line(), **told}
     calibration = _calibration(folder, config, target)
     with RunLock(folder.folder):
         folder.record("bench", recipe.plain())
-        bench(target, net, questions, config, folder.report / "bench", calibration=calibration, skipped=skipped, facts=facts)
+        bench(target, net, questions, config, draft.report / "bench", calibration=calibration, skipped=skipped, facts=facts)
 
 
 def read_questions(path: str) -> tuple[list[Question], list[Skipped]]:

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.text import Text
 
 from data_prep.show import CLOSE, OPEN
-from drafttrain.commands.drafts import find_draft, load, load_draft
+from drafttrain.commands.drafts import Draft, load
 from drafttrain.decoding.engine import generate
 from drafttrain.decoding.measure import count
 from drafttrain.decoding.propose_chain import ChainProposer
@@ -21,9 +21,9 @@ def run(recipe: Recipe, options: Options) -> None:
     """Answer `options.prompt` greedily and print it. Raises UserError."""
     if not options.prompt:
         raise UserError('generate needs words to answer: --prompt "Name three rivers."')
-    draft = options.draft or find_draft(options.run)
+    draft = Draft.of(recipe, options)
     target = load(recipe.target)
-    net = load_draft(draft, target)
+    net, _ = draft.load(target, recipe)
     drafts, limit = recipe.validate.drafts, recipe.validate.max_tokens
     request = Request("prompt", tuple(target.render([{"role": "user", "content": options.prompt}])), limit)
     rollout = next(generate(target, [request], proposer=ChainProposer(net, drafts), slots=1))

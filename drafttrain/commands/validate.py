@@ -1,8 +1,10 @@
-"""`drafttrain validate`: the export against plain decoding, prompt lookup and an untrained drafter, on held-out prompts."""
+"""`drafttrain validate`: a drafter against plain decoding, prompt lookup and an untrained drafter, on held-out prompts.
+
+The run's export, or the drafter that --draft names, whose report lies beside the run's own (drafts.py)."""
 
 import torch
 
-from drafttrain.commands.drafts import export_hash, find_draft, load, load_draft, refresh_card
+from drafttrain.commands.drafts import Draft, load, refresh_card
 from drafttrain.data.store import TokenStore
 from drafttrain.files import RunLock
 from drafttrain.options import Options
@@ -13,22 +15,21 @@ from drafttrain.validation.validate import validate
 
 
 def run(recipe: Recipe, options: Options) -> None:
-    """Measure and write report/, then the model card. Raises UserError, also if the output is not lossless."""
+    """Measure and write the report, then the model card of the run's export. Raises UserError, also if the output is not lossless."""
     folder = options.run
     held_out = TokenStore.open(folder.data / "held_out")
-    draft = find_draft(folder)
+    draft = Draft.of(recipe, options)
     target = load(recipe.target)
     held_out.require(target.identity)
-    net = load_draft(draft, target)
+    net, told = draft.load(target, recipe)
     torch.manual_seed(recipe.data.seed)
     untrained = net.config.build(target, net.vocabulary).eval()
     facts = {
         "name": recipe.name,
         "command": command_line(),
         "commit": commit(),
-        "draft": str(draft.relative_to(folder.folder)),
-        "export_hash": export_hash(draft),
-        "training_log": folder.training_log,
+        **told,
+        **({"training_log": folder.training_log} if draft.own else {}),
     }
     with RunLock(folder.folder):
         folder.record("validate", recipe.plain())
@@ -38,9 +39,10 @@ def run(recipe: Recipe, options: Options) -> None:
                 net,
                 held_out.requests(recipe.validate.max_tokens),
                 recipe.validate,
-                folder.report,
+                draft.report,
                 untrained_net=untrained,
                 facts=facts,
             )
         finally:
-            refresh_card(folder)
+            if draft.own:
+                refresh_card(folder)

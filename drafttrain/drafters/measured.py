@@ -29,7 +29,7 @@ EPS = 1e-6
 class AsPublished(Source):
     """A drafter that a command was given, and what to call it by."""
 
-    asked = "--draft"
+    asked, using = "--draft", "drafting with"
     way_out = "Give a whole checkpoint that was trained for this target."
 
     like: DrafterConfig

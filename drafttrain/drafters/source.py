@@ -39,6 +39,8 @@ class Source:
 
     asked: ClassVar[str]
     """The key or the flag that names it."""
+    using: ClassVar[str]
+    """What is done with it."""
     way_out: ClassVar[str]
     """What to do where its tensors do not fit."""
 
@@ -119,7 +121,7 @@ class Source:
             rows = self._rows(net.vocabulary)
             weights |= {name: weights[name][rows] for name in net.words}
         net.load_state_dict(weights)
-        line = f"starting from {self.where}: {found.layout}, {len(weights)} tensors"
+        line = f"{self.using} {self.where}: {found.layout}, {len(weights)} tensors"
         notes = (*self.notes, *(found.lost[ours] for ours in without), *self._strangers(left_out))
         skipped = [f"left out, as the target's or not needed: {', '.join(sorted(left_out))}"] if left_out else []
         return ["; ".join([line, *skipped]), *(f"note: {note}" for note in notes)]

@@ -38,7 +38,7 @@ KEPT = "start_vocabulary.safetensors"
 class WarmStart(Source):
     """A checkpoint that fits the recipe's drafter, as far as can be told before a net is built."""
 
-    asked = "checkpoint.start"
+    asked, using = "checkpoint.start", "starting from"
     way_out = "Give a checkpoint of the same shape, or train without checkpoint.start."
 
     config: DrafterConfig
