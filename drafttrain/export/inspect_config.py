@@ -8,7 +8,6 @@ Layer ids: a tap is the output of a layer, counted from 0. Nested lists hold tap
 of layers before the state, 1 higher (serving engines differ in which list they read).
 """
 
-from collections import Counter
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -82,8 +81,8 @@ def check_layer_ids(reading: Reading) -> None:
     named = {place: [value - more for value in ids] for place, (ids, more) in said.items()}
     if len({tuple(taps) for taps in named.values()}) > 1:
         reading.fault(_disagreement(said, named))
-    votes = Counter(tuple(taps) for taps in named.values())
-    taps = list(votes.most_common(1)[0][0])
+    own = list(((reading.folder.made or {}).get("config") or {}).get("taps") or ())
+    taps = own if own in named.values() else next(iter(named.values()))
     if taps != sorted(set(taps)):
         reading.fault(
             f"{next(iter(named))} names the layers {taps}, but engines join their states in the order of the layers, whatever the list says; list "
@@ -93,7 +92,7 @@ def check_layer_ids(reading: Reading) -> None:
     _check_inside(reading, taps)
     reading.taps = tuple(max(tap, 0) for tap in taps)
     for path, more in PLACES:
-        if ".".join(path) in said:
+        if _get(reading.config, path) is not None:
             _put(reading.config, path, [tap + more for tap in reading.taps])
     _check_number(reading, len(taps))
 
@@ -118,7 +117,7 @@ def _disagreement(said: Mapping[str, tuple[list[int], int]], named: Mapping[str,
     each = "; ".join(f"{place} {ids} means layers {named[place]}" for place, (ids, _) in said.items())
     return (
         f"the layer ids disagree, so an engine that reads one list feeds other layers than an engine that reads the other ({each}, counted from 0): "
-        "ids at the top level must be 1 higher than nested ones; set both to the layers that the drafter was trained on."
+        "eagle_aux_hidden_state_layer_ids at the top level must be 1 higher than the other lists; set all to the layers that the drafter was trained on."
     )
 
 

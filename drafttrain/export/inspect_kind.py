@@ -109,7 +109,7 @@ def _published(reading: Reading, found: Published) -> Kind:
 def _architecture_fault(config: Mapping[str, Any], drafter: str, wanted: str | None) -> str:
     way_out = f"set architectures to [{wanted!r}]" if wanted else "give its own config.json"
     return (
-        f"config.json says architectures {config.get('architectures')}, but the tensors are those of a {drafter}, so an engine builds another net around "
+        f"config.json says architectures {config.get('architectures')}, but the tensors are those of a drafter of class {drafter}, so an engine builds another net around "
         f"them; {way_out}."
     )
 

@@ -10,20 +10,21 @@ from drafttrain.export.inspect import Inspection
 
 
 def config_differences(a: Inspection, b: Inspection) -> list[tuple[str, Any, Any]]:
-    """(field, there, here) for each field of which the two say different things; None where one says nothing."""
-    first, second = (_flat(_said(found)) for found in (a, b))
-    return [
-        (name, first.get(name), second.get(name))
-        for name in dict.fromkeys([*first, *second])
-        if first.get(name) != second.get(name)
-    ]
+    """(field, what A says, what B says) for each field of which the two say different things; None where one says nothing.
+
+    config.json is compared where both have one, and the class and options that drafttrain's own records name where both have such a record.
+    """
+    first, second = ({}, {}) if None in (a.folder.config, b.folder.config) else (a.folder.config or {}, b.folder.config or {})
+    records = [found.folder.record or found.folder.made for found in (a, b)]
+    if None not in records:
+        first, second = ({**said, **_net(record or {})} for said, record in zip((first, second), records, strict=True))
+    one, other = _flat(first), _flat(second)
+    return [(name, one.get(name), other.get(name)) for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
 
 
-def _said(found: Inspection) -> dict[str, Any]:
-    """config.json as it is written, and the class and options that our own records name."""
-    record = found.folder.record or found.folder.made or {}
-    ours = {key: record[key] for key in ("class_path", "init_args") if key in record}
-    return (found.folder.config or {}) | ours
+def _net(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of our own record that is about the net."""
+    return {key: record[key] for key in ("class_path", "init_args") if key in record}
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
