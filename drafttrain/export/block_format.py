@@ -31,6 +31,7 @@ from drafttrain.export.block import head_refusal, reading_of, refused, settled, 
 from drafttrain.export.format import Format, Table, Written, fill, read_map, require_target
 from drafttrain.export.handing import handing_notes
 from drafttrain.export.rows import reads_raw
+from drafttrain.export.speculators import KIND
 from drafttrain.target.target import Target
 
 Options = dict[str, Any]
@@ -75,7 +76,8 @@ class BlockFormat(Format):
     # ---- both directions -----------------------------------------------------------------------------------------------
 
     def claims(self, config: dict[str, Any]) -> bool:
-        return super().claims(config) and _needs_vllm(config) == self.vllm_alone
+        flat = KIND not in config  # that library's form of DFlash 2 has the same architecture
+        return flat and super().claims(config) and _needs_vllm(config) == self.vllm_alone
 
     def refusal(self, net: DrafterNet, target: Target) -> str | None:
         reason = _window_refusal(net) if self.vllm_alone else _sglang_refusal(net, target, self.word)

@@ -85,7 +85,10 @@ class PEagleFormat(Format):
     title = "P-EAGLE drafter"
     method = "eagle3"
     architecture = "Eagle3LlamaForCausalLM"
-    engines = (Engine("vllm", "0.26 and later", "eagle3"),)
+    engines: tuple[Engine, ...] = (Engine("vllm", "0.26 and later", "eagle3"),)
+
+    lends_raw = True
+    """Whether the embeddings are the target's table as it stands, and not in the file."""
 
     def refusal(self, net: DrafterNet, target: Target) -> str | None:
         return refused(net)
@@ -95,7 +98,8 @@ class PEagleFormat(Format):
             "vLLM drafts in one pass only where it is told parallel_drafting, as in the command of the card; untold, it takes this for EAGLE-3 and "
             "accepts little."
         )
-        return [told, *scale_notes(target, net.shape.rms_eps), *handing_notes(target, self.engine_names)]
+        scale = scale_notes(target, net.shape.rms_eps) if self.lends_raw else []
+        return [told, *scale, *handing_notes(target, self.engine_names)]
 
     def extra_words(self, engine: str) -> dict[str, Any]:
         return {"parallel_drafting": True}
@@ -111,18 +115,7 @@ class PEagleFormat(Format):
     def read(
         self, config: dict[str, Any], tensors: Mapping[str, Tensor], target: Target, recorded: DrafterConfig | None, where: str
     ) -> DrafterNet:
-        facts = read_engine_config(config, where)
-        require_target(facts.shape.vocab, facts.shape.hidden, target, where)
-        target.check_taps(facts.taps)
-        weights = dict(tensors)
-        vocabulary = read_map(weights, facts.shape.vocab, where)
-        full = PEagle(draft_vocab=None if vocabulary.is_full else facts.draft_vocab, mask_token=facts.mask)
-        drafter = replace(
-            recorded if isinstance(recorded, PEagle) else full, depth=facts.drafts, layers=facts.layers, fc_norm=facts.fc_norm
-        )
-        drafter = settled(drafter, facts.taps, facts.mask, target)
-        embedding = Frozen(target.model.get_input_embeddings())
-        return fill(PEagleNet(drafter, facts.shape, facts.taps, facts.mask, vocabulary, embedding), weights, target)
+        return build_p_eagle(read_engine_config(config, where), tensors, target, recorded, where)
 
     def about(self, made: dict[str, Any]) -> str:
         layers, drafts = made["init_args"]["layers"], made["config"]["most_drafts"]
@@ -137,6 +130,23 @@ def facts_of(net: PEagleNet) -> PEagleFacts:
     return PEagleFacts(
         net.needs.taps, net.shape, len(net.layers), net.config.depth, net.mask, len(net.vocabulary.ids), net.config.fc_norm
     )
+
+
+def build_p_eagle(
+    facts: PEagleFacts, tensors: Mapping[str, Tensor], target: Target, recorded: DrafterConfig | None, where: str
+) -> DrafterNet:
+    """The net that an engine would build."""
+    require_target(facts.shape.vocab, facts.shape.hidden, target, where)
+    target.check_taps(facts.taps)
+    weights = dict(tensors)
+    vocabulary = read_map(weights, facts.shape.vocab, where)
+    full = PEagle(draft_vocab=None if vocabulary.is_full else facts.draft_vocab, mask_token=facts.mask)
+    drafter = replace(
+        recorded if isinstance(recorded, PEagle) else full, depth=facts.drafts, layers=facts.layers, fc_norm=facts.fc_norm
+    )
+    drafter = settled(drafter, facts.taps, facts.mask, target)
+    embedding = Frozen(target.model.get_input_embeddings())
+    return fill(PEagleNet(drafter, facts.shape, facts.taps, facts.mask, vocabulary, embedding), weights, target)
 
 
 def tensor_table(facts: PEagleFacts) -> Table:

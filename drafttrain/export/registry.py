@@ -22,7 +22,8 @@ from drafttrain.export.format import NAMES, Format
 from drafttrain.export.medusa import MedusaFormat
 from drafttrain.export.native import NativeFormat
 from drafttrain.export.p_eagle import PEagleFormat
-from drafttrain.export.speculators import DFlashSpeculators, Eagle3Speculators
+from drafttrain.export.speculators_blocks import DFlash2Speculators, DFlashSpeculators, DSparkSpeculators
+from drafttrain.export.speculators_eagle import Eagle3Speculators, PEagleSpeculators
 from drafttrain.target.target import Target
 
 
@@ -40,9 +41,9 @@ ENTRIES: dict[type[DrafterConfig], Entry] = {
     Eagle3: Entry((Eagle3Format(), Eagle3Speculators())),
     Eagle: Entry((EagleForVllm(), EagleForSglang())),
     DFlash: Entry((DFlashFormat(), DFlashForVllm(), DFlashSpeculators())),
-    PEagle: Entry((PEagleFormat(),), "SGLang has no P-EAGLE, and speculators' form of it is not written"),
-    DFlash2: Entry((DFlash2Format(), DFlash2ForVllm()), "speculators' form of DFlash 2 is not written"),
-    DSpark: Entry((DSparkFormat(), DSparkForVllm()), "speculators' form of DSpark is not written"),
+    PEagle: Entry((PEagleFormat(), PEagleSpeculators()), "SGLang has no P-EAGLE"),
+    DFlash2: Entry((DFlash2Format(), DFlash2ForVllm(), DFlash2Speculators())),
+    DSpark: Entry((DSparkFormat(), DSparkForVllm(), DSparkSpeculators())),
     Medusa: Entry((MedusaFormat(),), "no release of SGLang loads Medusa heads, and vLLM up to 0.26 alone"),
     Hydra: Entry(otherwise="no engine loads Hydra; drafttrain's own loop is the runtime"),
 }
