@@ -91,7 +91,7 @@ def _notes(served: Sequence[str], refused: dict[Format, str]) -> list[str]:
     """A sentence for each reason, about the engines that are not served; of several, an engine's last is what keeps it from loading the drafter."""
     reasons = {name: reason for format, reason in refused.items() for name in format.engine_names if name not in served}
     lost = {reason: [NAMES[name] for name, other in reasons.items() if other == reason] for reason in reasons.values()}
-    return [f"Not written for {' and '.join(names)}: {reason}." for reason, names in lost.items()]
+    return [f"Not written for {_listed(names)}: {reason}." for reason, names in lost.items()]
 
 
 def _native_notes(formats: Sequence[Format], otherwise: str, net: DrafterNet, target: Target) -> list[str]:

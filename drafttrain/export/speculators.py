@@ -14,17 +14,14 @@ from typing import Any
 import torch
 
 from drafttrain.errors import UserError
-from drafttrain.export.format import Engine, dtype_words
+from drafttrain.export.format import dtype_words
 from drafttrain.target.target import Target
 
 VERSION = "0.9.0"
+READERS = f"{VERSION}, and vLLM 0.26 and later in its own way"
+READERS_033 = f"{VERSION}, and vLLM 0.33 and later in its own way"
 KIND = "speculators_model_type"
 """The field of config.json that names the kind of drafter."""
-
-
-def readers(vllm: str, method: str) -> tuple[Engine, ...]:
-    """The library and vLLM, from this release on; the latter's word for the way of drafting."""
-    return (Engine("speculators", f"{VERSION}, and vLLM {vllm} and later in its own way", method),)
 
 
 def frame(architecture: str, kind: str, drafts: int, target: Target, called: str, dtype: torch.dtype) -> dict[str, Any]:

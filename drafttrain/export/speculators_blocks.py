@@ -29,7 +29,7 @@ from drafttrain.export.dflash2 import DFlash2Format
 from drafttrain.export.dspark import DSparkFormat
 from drafttrain.export.format import Engine, Written
 from drafttrain.export.rows import reads_raw
-from drafttrain.export.speculators import KIND, frame, readers
+from drafttrain.export.speculators import KIND, READERS, READERS_033, frame
 from drafttrain.target.target import Target
 
 DSPARK_026 = (
@@ -129,7 +129,7 @@ class DFlashSpeculators(DFlashFormat, SpeculatorsBlocks):
     name = "dflash-speculators"
     architecture = "DFlashSpeculator"
     kind = "dflash"
-    engines: tuple[Engine, ...] = readers("0.26", "dflash")
+    engines: tuple[Engine, ...] = (Engine("speculators", READERS, "dflash"),)
 
 
 class DFlash2Speculators(DFlash2Format, SpeculatorsBlocks):
@@ -137,7 +137,7 @@ class DFlash2Speculators(DFlash2Format, SpeculatorsBlocks):
 
     name = "dflash2-speculators"
     kind = "dflash2"
-    engines: tuple[Engine, ...] = readers("0.33", "dflash")
+    engines: tuple[Engine, ...] = (Engine("speculators", READERS_033, "dflash"),)
     told: Mapping[str, str] = {"rank": "selector_rank", "candidates": "selector_top_k", "group": "conv_group_size"}
     fixed: Mapping[str, Any] = {"conv_kernel_size": TAPS}
 
@@ -159,7 +159,7 @@ class DSparkSpeculators(DSparkFormat, SpeculatorsBlocks):
     name = "dspark-speculators"
     architecture = "DSparkSpeculator"
     kind = "dspark"
-    engines: tuple[Engine, ...] = readers("0.33", "dspark")
+    engines: tuple[Engine, ...] = (Engine("speculators", READERS_033, "dspark"),)
     told: Mapping[str, str] = {"rank": "markov_rank", "confidence": "enable_confidence_head"}
     fixed: Mapping[str, Any] = {"markov_head_type": "vanilla"}
 

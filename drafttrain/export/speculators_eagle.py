@@ -25,12 +25,12 @@ from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.drafters.p_eagle import PEagleNet
 from drafttrain.export.block import PLAIN, block_config, read_block, reading_of, special_ids, unlike
 from drafttrain.export.eagle3 import Eagle3Facts, Eagle3Format, build_eagle3, facts_of, tensor_table, tensors_of
-from drafttrain.export.format import Table, Written, map_tensors, require_target, state_of
+from drafttrain.export.format import Engine, Table, Written, map_tensors, require_target, state_of
 from drafttrain.export.p_eagle import PEagleFacts, PEagleFormat, build_p_eagle
 from drafttrain.export.p_eagle import facts_of as p_eagle_facts_of
 from drafttrain.export.p_eagle import tensor_table as p_eagle_table
 from drafttrain.export.rows import read_rows, require_same
-from drafttrain.export.speculators import frame, readers
+from drafttrain.export.speculators import READERS, frame
 from drafttrain.target.target import Target
 
 OURS, THEIRS = "midlayer.", "layers.0."
@@ -42,7 +42,7 @@ class Eagle3Speculators(Eagle3Format):
 
     name = "eagle3-speculators"
     architecture = "Eagle3Speculator"
-    engines = readers("0.26", "eagle3")
+    engines = (Engine("speculators", READERS, "eagle3"),)
     lends_raw = False
 
     def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:
@@ -73,7 +73,7 @@ class PEagleSpeculators(PEagleFormat):
 
     name = "p-eagle-speculators"
     architecture = "PEagleSpeculator"
-    engines = readers("0.26", "eagle3")
+    engines = (Engine("speculators", READERS, "eagle3"),)
     lends_raw = False
 
     def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:

@@ -16,24 +16,36 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 
 
-def as_vllm_reads(config: dict) -> dict:
-    """vLLM's translation of a speculators config.json, its defaults included; any other as it stands."""
+def as_vllm_reads(config: dict, release: str = "0.33") -> dict:
+    """vLLM's translation of a speculators config.json, its defaults and what it forgets included; any other as it stands."""
     kind = config.get("speculators_model_type")
     if kind is None:
         return config
     made = config["transformer_layer_config"] | {key: config[key] for key in ("draft_vocab_size", "target_hidden_size")}
-    proposal = config["speculators_config"]["proposal_methods"][0]
-    made["num_speculative_tokens"] = proposal["speculative_tokens"]
-    if kind == "eagle3":
-        made["architectures"] = ["Eagle3LlamaForCausalLM"]
+    made["num_speculative_tokens"] = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    if kind in ("eagle3", "peagle"):
+        defaults = {"norm_before_residual": kind == "eagle3", "norm_before_fc": False}
+        if kind == "eagle3":
+            defaults |= {"fc_norm": False, "norm_output": False}
+        else:
+            made["pard_token"] = config["mask_token_id"]
+        made["architectures"] = ["Eagle3LlamaForCausalLM" if kind == "eagle3" else "PeagleLlamaForCausalLM"]
         made["eagle_aux_hidden_state_layer_ids"] = config["eagle_aux_hidden_state_layer_ids"]
-        defaults = {"norm_before_residual": True, "norm_before_fc": False, "fc_norm": False, "norm_output": False}
         return made | {key: config.get(key, value) for key, value in defaults.items()}
-    layers = config["aux_hidden_state_layer_ids"]
+    made["eagle_aux_hidden_state_layer_ids"] = layers = config["aux_hidden_state_layer_ids"]
+    if kind == "dspark":
+        made["architectures"] = ["Qwen3DSparkModel"]
+        made["target_layer_ids"] = [k - 1 for k in layers]
+        anchored = release != "0.26" and config.get("sample_from_anchor", False)
+        made |= {"dspark_bonus_anchor": not anchored} | ({} if release == "0.26" else {"sample_from_anchor": anchored})
+        heads = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+        return made | {key: config[key] for key in ("mask_token_id", "block_size", *heads) if config.get(key) is not None}
     nested = {"mask_token_id": config["mask_token_id"], "target_layer_ids": [k - 1 for k in layers]}
     nested["sample_from_anchor"] = config.get("sample_from_anchor", False)
     nested["causal"] = not config.get("sliding_window_non_causal", True)
-    return made | {"architectures": ["DFlashDraftModel"], "eagle_aux_hidden_state_layer_ids": layers, "dflash_config": nested}
+    if kind == "dflash2":
+        nested |= {key: config[key] for key in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")}
+    return made | {"architectures": ["DFlash2DraftModel" if kind == "dflash2" else "DFlashDraftModel"], "dflash_config": nested}
 
 
 class Reference:
@@ -48,6 +60,10 @@ class Reference:
         self.used: set[str] = set()
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+
+    def aux(self) -> int:
+        """Hidden states that vLLM's EAGLE-3 class is built for: it does not count the layer ids at the top."""
+        return self.config.get("num_aux_hidden_states", 3)
 
     def weight(self, name: str) -> torch.Tensor:
         self.used.add(name)
@@ -126,6 +142,7 @@ class ReferenceEagle3(Unrolled):
 
     def combine(self, features: torch.Tensor) -> torch.Tensor:
         taps_AH = features.float()
+        assert len(taps_AH) == self.aux()
         if self.config["fc_norm"]:
             taps_AH = torch.stack([self.norm(f"fc_norm.{i}", tap_H) for i, tap_H in enumerate(taps_AH)])
         return self.linear("fc", taps_AH.reshape(-1))
@@ -206,7 +223,7 @@ class ReferenceDFlash(Reference):
         self.embedding_VH = own.get("embed_tokens.weight", embedding_VH).float()
         self.head_VH = own.get("lm_head.weight", head_VH).float()
         self.ids = torch.arange(len(self.head_VH)) + self.weights.get("d2t", 0)
-        self.nested = self.config["dflash_config"]
+        self.nested = self.config.get("dflash_config") or {"mask_token_id": self.config["mask_token_id"]}
         self.check_layout()
 
     def check_layout(self) -> None:

@@ -81,7 +81,7 @@ class ReferenceDFlash2(ReferenceDFlash):
     def candidates(self, state_H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Ids and logits [C]; the target's factor and cap are put on in the engines' order."""
         found = (self.head_VH @ state_H).topk(self.nested["selector_top_k"])
-        values, cap = found.values * self.nested["output_multiplier"], self.nested["final_logit_softcapping"]
+        values, cap = found.values * self.nested.get("output_multiplier", 1.0), self.nested.get("final_logit_softcapping")
         return found.indices, values if cap is None else cap * torch.tanh(values / cap)
 
     def scores(self, state_H: torch.Tensor, before: int) -> torch.Tensor:
@@ -106,14 +106,14 @@ class ReferencePEagle(Reference):
 
     def __init__(self, folder: Path, embedding_VH: torch.Tensor):
         super().__init__(folder)
-        self.embedding_VH = embedding_VH.float()
+        self.embedding_VH = self.weights.get("embed_tokens.weight", embedding_VH).float()
 
     def vllm_layers(self) -> list[int]:
         return self.config["eagle_aux_hidden_state_layer_ids"]
 
     def combine(self, taps_AH: torch.Tensor) -> torch.Tensor:
-        taps_AH = taps_AH.float().view(self.config["num_aux_hidden_states"], -1)
-        if self.config["fc_norm"]:
+        taps_AH = taps_AH.float().view(self.aux(), -1)
+        if self.config.get("fc_norm", False):
             taps_AH = torch.stack([self.norm(f"fc_norm.{i}", tap_H) for i, tap_H in enumerate(taps_AH)])
         return self.linear("fc", taps_AH.reshape(-1))
 

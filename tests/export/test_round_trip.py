@@ -7,7 +7,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 from drafters.test_eagle3 import chat
-from drafters.test_faces import DRAFTERS, shaken
+from drafters.test_faces import DRAFTERS as FACES
+from drafters.test_faces import shaken
 
 from drafttrain.decoding.engine import generate
 from drafttrain.decoding.propose_chain import ChainProposer
@@ -20,6 +21,7 @@ from drafttrain.export.registry import ENTRIES, FORMATS, Entry
 from drafttrain.types import Request
 from drafttrain.vocab import DraftVocabulary
 
+DRAFTERS = FACES | {"dflash2 all rows": replace(FACES["dflash2"], window=None)}
 ASKED = ("vllm", "sglang", "speculators", "native")
 ONE_OF_FIVE_MISSING, FULL = "reduced", "full"
 
@@ -41,11 +43,21 @@ def why_not(name: str, asked: str, size: str, architecture: str) -> str | None:
         ("dflash window", "speculators"): (True, "window from the anchor"),
         ("dspark", "vllm"): (scaled, "caps or scales"),
         ("dspark", "sglang"): (reduced or scaled, "caps or scales" if scaled else "every token of the target"),
+        ("dspark", "speculators"): (scaled, "caps or scales"),
         ("dflash2", "vllm"): (reduced, "among all tokens"),
         ("dflash2", "sglang"): (True, "among all tokens" if reduced else "a window of 2048"),
+        ("dflash2", "speculators"): (True, _selects(reduced, scaled) or "window from the anchor"),
+        ("dflash2 all rows", "vllm"): (reduced, "among all tokens"),
+        ("dflash2 all rows", "sglang"): (reduced or scaled, "among all tokens" if reduced else "the raw ones"),
+        ("dflash2 all rows", "speculators"): (reduced or scaled, _selects(reduced, scaled)),
     }
     holds, reason = rules.get((name, asked), (False, None))
     return reason if holds else None
+
+
+def _selects(reduced: bool, scaled: bool) -> str:
+    """What speculators' form of DFlash 2 cannot say of a selector."""
+    return "among all tokens" if reduced else "caps or scales its logits, and speculators" if scaled else ""
 
 
 ENGINE_FIXED = {"eagle3 low-rank": {"head_rank": None}}
@@ -114,12 +126,12 @@ def test_half_precision_and_the_format_that_is_chosen_when_none_is_asked_for(tin
     assert can[0] in ([engine.name for engine in chosen.engines] or ["native"])
     check = made["check"]
     assert check["against_cast"] <= 1e-6 * max(1, check["largest_logit"]) and 0.5 < check["same_first_choice"] <= 1
-    assert (check["against_trained"] is None) == (name == "dflash2")  # behind a selector it would tell nothing
+    assert (check["against_trained"] is None) == name.startswith("dflash2")  # behind a selector it would tell nothing
     assert check["against_trained"] is None or check["against_trained"] > 1e-6 * max(1, check["largest_logit"])
     told = [note for note in made["notes"] if "Not written for" in note]
     wanted = {
         "eagle1": "vLLM", "hass": "vLLM", "medusa own heads": "vLLM", "dflash": "SGLang", "dflash window": "SGLang", "dspark": "SGLang",
-        "dflash2": "vLLM and SGLang",
+        "dflash2": "vLLM, SGLang and speculators", "dflash2 all rows": "vLLM, SGLang and speculators",
     }  # fmt: skip
     assert [note.split(":")[0] for note in told] == [f"Not written for {engine}" for engine in filter(None, [wanted.get(name)])]
     otherwise = ENTRIES.get(type(net.config), Entry()).otherwise or "knows no form of"
@@ -197,9 +209,9 @@ AS_ASKED = "Written for drafttrain alone, as asked: "
             "dflash", FULL,
             [AS_ASKED + "vLLM, SGLang and speculators can load the same drafter where export.format is vllm, sglang or speculators."],
         ),
-        ("dspark", ONE_OF_FIVE_MISSING, [AS_ASKED + "vLLM can load the same", "Not written for SGLang: SGLang's DSpark says every token"]),
-        ("dflash2", ONE_OF_FIVE_MISSING, ["Not written for vLLM and SGLang: engines choose a DFlash 2's candidates among all tokens"]),
-        ("p-eagle", FULL, [AS_ASKED + "vLLM can load the same drafter where export.format is vllm."]),
+        ("dspark", ONE_OF_FIVE_MISSING, [AS_ASKED + "vLLM and speculators can load the same", "Not written for SGLang: SGLang's DSpark says every token"]),
+        ("dflash2", ONE_OF_FIVE_MISSING, ["Not written for vLLM, SGLang and speculators: engines choose a DFlash 2's candidates among all tokens"]),
+        ("p-eagle", FULL, [AS_ASKED + "vLLM and speculators can load the same drafter where export.format is vllm or speculators."]),
     ],
 )  # fmt: skip
 def test_a_native_export_says_who_does_not_load_it_and_who_could(tiny_llama, tmp_path, name, size, told):

@@ -1,34 +1,37 @@
-"""The speculators format: what vLLM makes of it against a plain reference, the library's own classes against ours (slow), refusals."""
+"""The speculators formats: what vLLM makes of them against plain references, each known mistake among them; config.json, and what is not written
+or read. The library's own classes are in test_speculators_library.py (slow)."""
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from drafttrain.drafters.dflash import DFlash
+from drafttrain.drafters.dflash2 import DFlash2
+from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.errors import UserError
 from drafttrain.export import eagle3
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter, load_export
 
-from .reference import ReferenceEagle3
+from .drafting import both_faces
+from .drafting import exported as case_of
+from .reference import ReferenceEagle3, as_vllm_reads
+from .reference_blocks import ReferenceDFlash2, ReferenceDSpark, ReferencePEagle
 from .test_dflash import PLAIN, config_of, edit_config
 from .test_eagle3 import DRAFTS, PROMPT, V31, close, edit_tensors, hf_hidden_states, text
 from .test_eagle_medusa import make_net, ours
 
-NEEDED = ("speculators==0.9.0", "hs-connectors==0.9.0", "loguru", "openai", "pydantic-settings", "python-dotenv", "sniffio")
-"""The library and what it imports that is not installed already."""
 EAGLE3 = Eagle3(taps=[0, 1, 3], depth=DRAFTS)
+P_EAGLE = PEagle(taps=[1, 2], depth=5, layers=3, mask_token=319, fc_norm=True)
+DSPARK = DSpark(block=5, layers=2, taps=[0, 2], mask_token=319, rank=6)
+DFLASH2 = DFlash2(block=5, layers=2, taps=[0, 2], mask_token=319, rank=6, candidates=4, group=8, window=None)
 CASES = (
     ("eagle3", EAGLE3, 60), ("eagle3 full", Eagle3(taps=[2], depth=DRAFTS), None),
     ("eagle3.1", Eagle3(taps=[0, 1, 3], depth=DRAFTS, **V31), 60), ("eagle3 low-rank", Eagle3(taps=[1, 2], depth=DRAFTS, head_rank=7), 60),
-    ("dflash", PLAIN, None), ("dflash reduced", PLAIN, 60), ("dflash deep", DFlash(block=7, layers=3, taps=[1, 2], mask_token=318), 319),
 )  # fmt: skip
 
 
@@ -40,7 +43,7 @@ def exported(target, folder, config=EAGLE3, draft_vocab=60, **export):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-@pytest.mark.parametrize(("name", "config", "draft_vocab"), [case for case in CASES if "eagle3" in case[0]])
+@pytest.mark.parametrize(("name", "config", "draft_vocab"), CASES)
 @torch.no_grad()
 def test_vllm_computes_our_eagle3_from_it(targets, tmp_path, architecture, name, config, draft_vocab):
     target = targets(architecture)
@@ -54,6 +57,103 @@ def test_vllm_computes_our_eagle3_from_it(targets, tmp_path, architecture, name,
     others = {"d2t", "t2d", "embed_tokens.weight"}
     assert reference.used | others == reference.weights.keys() | others
     assert reference.config["num_speculative_tokens"] == DRAFTS
+
+
+def p_eagle_draft(case, reference):
+    ids = case.sequences.ids_BT[0, : PROMPT + 1].tolist()
+    return reference.draft(ids, case.taps(reference.vllm_layers()), case.drafts)
+
+
+def block_reference(case, target):
+    kind = ReferenceDSpark if case.net.config is DSPARK else ReferenceDFlash2
+    return kind(case.folder, target.embedding_weight, target.head_weight)
+
+
+def block_chain(case, reference):
+    return reference.chain(case.anchor, case.taps(reference.vllm_layers()), case.drafts)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize(
+    ("config", "draft_vocab"), [(P_EAGLE, 60), (replace(P_EAGLE, taps=[0, 1, 3], fc_norm=False, layers=1), None)]
+)
+@torch.no_grad()
+def test_vllm_drafts_our_p_eagle_from_it(targets, tmp_path, architecture, config, draft_vocab):
+    """The embeddings are in the file, so what vLLM would lend does not matter."""
+    target = targets(architecture)
+    case = case_of(target, tmp_path / "export", "speculators", config, draft_vocab)
+    reference = ReferencePEagle(case.folder, torch.full((target.vocab, target.hidden), torch.nan))
+    wanted = p_eagle_draft(case, reference)
+    others = {"d2t", "t2d", "embed_tokens.weight"}
+    assert reference.used | others == reference.weights.keys() | others
+    assert reference.config["num_speculative_tokens"] == config.depth and float(wanted[wanted.isfinite()].std()) > 0.5
+    for got in both_faces(case, target, wanted.argmax(-1).tolist()):
+        close(got, wanted)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize(("config", "draft_vocab"), [(DSPARK, None), (DSPARK, 60), (DFLASH2, None)])
+@torch.no_grad()
+def test_vllm_drafts_our_blocks_from_it(targets, tmp_path, architecture, config, draft_vocab):
+    target = targets(architecture)
+    case = case_of(target, tmp_path / "export", "speculators", config, draft_vocab)
+    reference = block_reference(case, target)
+    tokens, wanted, *_ = block_chain(case, reference)
+    others = {"d2t", "t2d"}
+    assert reference.used | others == reference.weights.keys() | others
+    assert reference.config["num_speculative_tokens"] == len(tokens) == case.drafts
+    said = wanted.isfinite()
+    for got in both_faces(case, target, tokens):
+        close(got[said], wanted[said])
+        assert got.argmax(-1).tolist() == tokens
+
+
+LAYER = "transformer_layer_config"
+MISTAKES = {
+    "vllm_forgets_the_norms_of_taps": (P_EAGLE, {LAYER: {"fc_norm": False}}, None),
+    "masked_token_of_another_row": (P_EAGLE, {"mask_token_id": 318}, None),
+    "layers_one_lower": (P_EAGLE, {"eagle_aux_hidden_state_layer_ids": [1, 2]}, None),
+    "vllm_takes_three_taps": (P_EAGLE, {LAYER: {"num_aux_hidden_states": 3}}, RuntimeError),
+    "read_as_1_plus_n": (DSPARK, {"sample_from_anchor": False}, AssertionError),
+    "a_layout_by_default": (DSPARK, {"sample_from_anchor": None}, AssertionError),
+    "layers_one_lower_dspark": (DSPARK, {"aux_hidden_state_layer_ids": [0, 2]}, None),
+    "causal_block": (DFLASH2, {"sliding_window_non_causal": False}, None),
+    "more_candidates": (DFLASH2, {"selector_top_k": 5}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@torch.no_grad()
+def test_the_comparison_notices_each_known_mistake(tiny_llama, tmp_path, mistake):
+    """In config.json, by what vLLM makes of it."""
+    config, change, stops = MISTAKES[mistake]
+    case = case_of(tiny_llama, tmp_path / "export", "speculators", config)
+
+    def drafted():
+        if config is P_EAGLE:
+            return p_eagle_draft(case, ReferencePEagle(case.folder, tiny_llama.embedding_weight))
+        return block_chain(case, block_reference(case, tiny_llama))[1]
+
+    wanted = drafted()
+    edit_config(case.folder, **change)
+    if stops is not None:
+        with pytest.raises(stops):
+            drafted()
+    else:
+        assert not torch.allclose(drafted(), wanted, rtol=0, atol=1e-2)
+
+
+def test_an_eagle3_of_two_taps_tells_vllm_how_many(tiny_llama, tmp_path):
+    """Which does not count the layer ids of this form, and takes three."""
+    exported(tiny_llama, tmp_path / "export", Eagle3(taps=[1, 2], depth=DRAFTS))
+    assert as_vllm_reads(config_of(tmp_path / "export"))["num_aux_hidden_states"] == 2
+
+
+def test_vllm_026_takes_every_dspark_for_1_plus_n_and_the_card_says_so(tiny_llama, tmp_path):
+    case = case_of(tiny_llama, tmp_path / "export", "speculators", DSPARK)
+    config, card = config_of(case.folder), (case.folder / "README.md").read_text()
+    assert [as_vllm_reads(config, release)["dspark_bonus_anchor"] for release in ("0.26", "0.33")] == [True, False]
+    assert "vLLM 0.33 and later" in card and any("vLLM 0.26 takes every DSpark" in note for note in case.made["notes"])
 
 
 def test_config_json_by_hand(tiny_llama, tmp_path):
@@ -77,7 +177,7 @@ def test_config_json_by_hand(tiny_llama, tmp_path):
 
     exported(tiny_llama, tmp_path / "eagle3")
     assert config_of(tmp_path / "eagle3") == {
-        "architectures": ["Eagle3Speculator"], "transformer_layer_config": layer, "draft_vocab_size": 60, **frame("eagle3", 4),
+        "architectures": ["Eagle3Speculator"], LAYER: layer | {"num_aux_hidden_states": 3}, "draft_vocab_size": 60, **frame("eagle3", 4),
         "eagle_aux_hidden_state_layer_ids": [1, 2, 4], "norm_before_residual": False, "norm_before_fc": False, "fc_norm": False,
         "norm_output": False, "embed_requires_grad": False,
     }  # fmt: skip
@@ -90,6 +190,27 @@ def test_config_json_by_hand(tiny_llama, tmp_path):
         "architectures": ["DFlashSpeculator"], "transformer_layer_config": layer | layers, "draft_vocab_size": 320, **frame("dflash", 4),
         "aux_hidden_state_layer_ids": [1, 3], "block_size": 5, "mask_token_id": 319, "sample_from_anchor": False,
         "sliding_window_non_causal": True, "num_target_layers": 5,
+    }  # fmt: skip
+    exported(tiny_llama, tmp_path / "p-eagle", P_EAGLE)
+    assert config_of(tmp_path / "p-eagle") == {
+        "architectures": ["PEagleSpeculator"], "draft_vocab_size": 60, **frame("peagle", 5),
+        LAYER: layer | {"num_hidden_layers": 3, "num_aux_hidden_states": 2, "fc_norm": True},
+        "eagle_aux_hidden_state_layer_ids": [2, 3], "mask_token_id": 319, "norm_before_residual": False, "norm_before_fc": False,
+        "fc_norm": True, "norm_output": False, "embed_requires_grad": False,
+    }  # fmt: skip
+    block = {
+        LAYER: layer | layers, "draft_vocab_size": 320, "aux_hidden_state_layer_ids": [1, 3], "block_size": 5, "mask_token_id": 319,
+        "sliding_window_non_causal": True, "num_target_layers": 5,
+    }  # fmt: skip
+    exported(tiny_llama, tmp_path / "dspark", DSPARK, None)
+    assert config_of(tmp_path / "dspark") == block | frame("dspark", 5) | {
+        "architectures": ["DSparkSpeculator"], "sample_from_anchor": True, "markov_rank": 6, "markov_head_type": "vanilla",
+        "enable_confidence_head": True, "confidence_head_with_markov": True,
+    }  # fmt: skip
+    exported(tiny_llama, tmp_path / "dflash2", DFLASH2, None)
+    assert config_of(tmp_path / "dflash2") == block | frame("dflash2", 4) | {
+        "architectures": ["DFlash2DraftModel"], "sample_from_anchor": False, "conv_kernel_size": 2, "conv_group_size": 8,
+        "selector_rank": 6, "selector_top_k": 4,
     }  # fmt: skip
 
 
@@ -105,6 +226,18 @@ def test_config_json_by_hand(tiny_llama, tmp_path):
         (PLAIN, {"transformer_layer_config": {"layer_types": ["sliding_attention"] * 2}}, "window counted from the anchor"),
         (PLAIN, {"transformer_layer_config": {"model_type": "llama"}}, "model_type is 'llama'"),
         (PLAIN, {"mask_token_id": 400}, "the mask is number 400"),
+        (EAGLE3, {LAYER: {"num_aux_hidden_states": 2}}, "num_aux_hidden_states is 2, not 3"),
+        (P_EAGLE, {LAYER: {"fc_norm": False}}, "fc_norm is False, not True"),
+        (P_EAGLE, {"norm_output": True}, "norm_output is True"),
+        (P_EAGLE, {LAYER: {"model_type": "qwen3"}}, "model_type is 'qwen3'"),
+        (P_EAGLE, {LAYER: {"num_hidden_layers": 2}}, "layers.2.input_layernorm.weight is not one of"),
+        (DSPARK, {"sample_from_anchor": False}, "does not say sample_from_anchor true"),
+        (DSPARK, {"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
+        (DSPARK, {"confidence_head_with_markov": False}, "confidence_head_with_markov is False"),
+        (DSPARK, {"markov_rank": 5}, "markov_w1.weight is"),
+        (DFLASH2, {"sample_from_anchor": True}, r"1\+N only"),
+        (DFLASH2, {"conv_kernel_size": 3}, "conv_kernel_size is 3"),
+        (DFLASH2, {"selector_rank": 5}, "predecessor_codebook is"),
     ],
 )
 def test_what_would_be_another_network_is_not_read(tiny_llama, tmp_path, config, change, complaint):
@@ -114,7 +247,7 @@ def test_what_would_be_another_network_is_not_read(tiny_llama, tmp_path, config,
         load_export(tmp_path / "export", tiny_llama)
 
 
-@pytest.mark.parametrize("config", [EAGLE3, PLAIN])
+@pytest.mark.parametrize("config", [EAGLE3, PLAIN, P_EAGLE, DSPARK, DFLASH2])
 def test_a_missing_field_is_named(tiny_llama, tmp_path, config):
     exported(tiny_llama, tmp_path / "export", config, None)
     whole = config_of(tmp_path / "export")
@@ -123,6 +256,20 @@ def test_a_missing_field_is_named(tiny_llama, tmp_path, config):
         (tmp_path / "export" / "config.json").write_text(json.dumps({k: v for k, v in whole.items() if k != field}))
         with pytest.raises(UserError, match=f"no '{field}'"):
             load_export(tmp_path / "export", tiny_llama)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "draft_vocab", "complaint"),
+    [
+        ("llama", DFLASH2, 60, "among all tokens of the target"), ("llama", replace(DFLASH2, window=8), None, "window from the anchor"),
+        ("gemma3", DFLASH2, None, "caps or scales its logits, and speculators' form of DFlash 2"), ("gemma3", DSPARK, None, "caps or scales"),
+        ("llama", replace(DSPARK, window=8), None, "window from the anchor"),
+    ],
+)  # fmt: skip
+def test_what_it_cannot_say_is_refused_by_name(targets, tmp_path, architecture, config, draft_vocab, complaint):
+    with pytest.raises(UserError, match=complaint) as refused:
+        exported(targets(architecture), tmp_path / "export", config, draft_vocab)
+    assert "\n" not in str(refused.value) and "set export.format to" in str(refused.value) and not list(tmp_path.iterdir())
 
 
 def test_a_target_that_the_library_cannot_load_needs_a_name(tiny_llama, tmp_path, monkeypatch):
@@ -157,66 +304,3 @@ def test_the_card_says_how_vllm_serves_it(tiny_llama, tmp_path):
         and '"model": "me/tiny-dflash", "num_speculative_tokens": 4' in card
         and "sglang" not in card
     )
-
-
-WORKER = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from speculators import SpeculatorModel, SpeculatorModelConfig
-
-work = torch.load(sys.argv[2])
-for case in work:
-    config = SpeculatorModelConfig.from_pretrained(case["folder"])
-    config.transformer_layer_config._attn_implementation = "eager"
-    model = SpeculatorModel.from_pretrained(case["folder"], config=config).float().eval()
-    heard = []
-    model.lm_head.register_forward_hook(lambda module, args, output: heard.append(output[0]))
-    ids, taps, at, drafts = case["ids"][None], case["taps"][None], case["anchor"], case["drafts"]
-    document = torch.zeros_like(ids)
-    with torch.no_grad():
-        if config.speculators_model_type == "eagle3":
-            model(hidden_states=taps[:, :-1], input_ids=ids[:, 1:], document_ids=document[:, 1:], ttt_steps=drafts)
-            case["logits"] = torch.stack([step[at - 1] for step in heard])
-        else:
-            loss_mask = torch.zeros_like(ids)
-            loss_mask[0, at] = 1
-            last = torch.zeros(1, ids.shape[1], taps.shape[-1] // len(model.target_layer_ids))
-            model._backbone_forward(taps, ids, loss_mask, last, document, max_anchors=1)
-            case["logits"] = heard[0][1:]
-    case["class"] = type(model).__name__
-torch.save(work, sys.argv[2])
-"""
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    """A folder with the library, which is no dependency of ours."""
-    site = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), *NEEDED]
-    if subprocess.run(command, capture_output=True, timeout=600).returncode:
-        pytest.skip("speculators 0.9.0 cannot be installed here (no package index)")
-    return site
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_the_librarys_own_classes_give_our_logits(tiny_llama, tmp_path, library):
-    work, wanted = [], []
-    for name, config, draft_vocab in CASES:
-        net, _ = exported(tiny_llama, tmp_path / name, config, draft_vocab)
-        drafts = DRAFTS if isinstance(config, Eagle3) else config.block - 1
-        sequences = text(net, PROMPT + 2 * drafts + 3)
-        taps_TAD = hf_hidden_states(tiny_llama, sequences.ids_BT, [tap + 1 for tap in net.needs.taps])
-        case = {"folder": str(tmp_path / name), "ids": sequences.ids_BT[0], "taps": taps_TAD.flatten(1)}
-        work.append(case | {"anchor": PROMPT, "drafts": drafts})
-        wanted.append(ours(net, tiny_llama, sequences, drafts)[0][:, net.vocabulary.ids])
-    torch.save(work, tmp_path / "work.pt")
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER, str(library), str(tmp_path / "work.pt")], capture_output=True, text=True, timeout=600,
-        env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    for case, ours_KV in zip(torch.load(tmp_path / "work.pt"), wanted, strict=True):
-        assert case["class"] in ("Eagle3DraftModel", "DFlashDraftModel")
-        torch.testing.assert_close(case["logits"], ours_KV, rtol=0, atol=1e-4 * max(1.0, float(ours_KV.abs().max())))
