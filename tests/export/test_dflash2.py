@@ -159,7 +159,7 @@ def test_what_rounding_costs_is_told_by_first_choices(tiny_llama, tmp_path):
         ("vllm", PLAIN, 60, "among all tokens of the target, and this drafter says 60; set export.format to native"),
         ("sglang", PLAIN, 60, "among all tokens of the target"),
         ("sglang", SLIDING, None, "window of 5 takes in depend on SGLang's attention backend"),
-        ("speculators", PLAIN, None, "speculators' form of DFlash 2 is not written. Set it to vllm or sglang or native"),
+        ("speculators", SLIDING, None, "counts a window from the anchor"),
     ],
 )
 def test_what_an_engine_cannot_load_is_refused_by_name(tiny_llama, tmp_path, asked, config, draft_vocab, complaint):

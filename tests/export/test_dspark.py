@@ -190,7 +190,7 @@ def test_a_changed_confidence_is_not_put_in_place(tiny_llama, tmp_path, monkeypa
         ),
         ("sglang", SLIDING, None, "window of 5 takes in depend on SGLang's attention backend"),
         ("vllm", DSpark(block=4, layers=1, taps=[1], mask_token=319, rank=3, window=3), None, "window 4 or more"),
-        ("speculators", PLAIN, None, "speculators' form of DSpark is not written. Set it to vllm or sglang or native"),
+        ("speculators", SLIDING, None, "counts a window from the anchor"),
     ],
 )
 def test_what_an_engine_cannot_load_is_refused_by_name(tiny_llama, tmp_path, asked, config, draft_vocab, complaint):
@@ -201,12 +201,12 @@ def test_what_an_engine_cannot_load_is_refused_by_name(tiny_llama, tmp_path, ask
 
 def test_a_target_that_caps_its_logits_has_no_engine(targets, tmp_path):
     """The Markov head's logits are added behind the cap here, and without it there."""
-    for asked in ("vllm", "sglang"):
+    for asked in ("vllm", "sglang", "speculators"):
         with pytest.raises(UserError, match="caps or scales its logits"):
             exported(targets("gemma3"), tmp_path / "export", asked, PLAIN)
     made = exported(targets("gemma3"), tmp_path / "export", None, PLAIN).made
     assert made["format"] == "native"
-    assert [note.split(":")[0] for note in made["notes"]] == ["Not written for vLLM and SGLang"]
+    assert [note.split(":")[0] for note in made["notes"]] == ["Not written for vLLM, SGLang and speculators"]
 
 
 @pytest.mark.parametrize("asked", ["vllm", "native"])
