@@ -27,7 +27,7 @@ from drafttrain.topology import rank, read_topology, speaks
 
 COMMANDS = {
     "train": "train the drafter (under torchrun for several processes); goes on from the last checkpoint",
-    "export": "write the best drafter as a folder for vLLM, SGLang or speculators, else our own; --push REPO sends it to the Hub",
+    "export": "write the best drafter (or --checkpoint) as a folder for vLLM, SGLang or speculators, else our own; --push REPO sends it to the Hub",
     "validate": "prove the export on held-out prompts: losslessness, acceptance, speed; writes report/",
     "bench": "time every method of drafting against plain decoding, by question category; writes report/bench/",
     "generate": "answer a --prompt, the tokens that the drafter guessed in colour",
@@ -147,7 +147,10 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
         print(sections_help())
         return None
     overrides = pairs(rest)
-    stands_for = {"push": "export.push", "size": "drafter.init_args.draft_vocab", "max_tokens": "validate.max_tokens"}
+    stands_for = {
+        "push": "export.push", "checkpoint": "export.checkpoint", "dry_run": "export.dry_run", "size": "drafter.init_args.draft_vocab",
+        "max_tokens": "validate.max_tokens",
+    }  # fmt: skip
     for flag, key in stands_for.items():
         if getattr(known, flag, None):
             overrides.append((key, getattr(known, flag)))
@@ -237,6 +240,10 @@ def _options_parser(command: str, program: str) -> _Parser:
         parser.add_argument("--out", type=Path, metavar="DIR", help="run folder to make (default: NAME-SIZE beside the run's)")
     if command == "export":
         parser.add_argument("--push", metavar="OWNER/NAME", help="send it to this Hub repository (same as --export.push)")
+        told = "best (default), last, or the path of a drafter or of a training state (same as --export.checkpoint)"
+        parser.add_argument("--checkpoint", metavar="WHICH", help=told)
+        told = "with --push: list what would go, and send nothing (same as --export.dry_run true)"
+        parser.add_argument("--dry-run", action="store_const", const="true", help=told)
     return parser
 
 

@@ -106,9 +106,8 @@ def refresh_card(run: Run) -> None:
         write_card(run.export, report if report is not None and report.get("export_hash") == digest else None)
 
 
-def training_facts(record: dict) -> dict:
+def training_facts(facts: dict) -> dict:
     """What a saved drafter knows about its training, flat, for the model card."""
-    facts = record["facts"]
     position = facts.get("position") or {}
     found = {
         "steps": position.get("step"),

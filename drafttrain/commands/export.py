@@ -1,10 +1,13 @@
-"""`drafttrain export`: checkpoints/best -> export/, and to the Hub if `export.push` names a repository."""
+"""`drafttrain export`: a drafter that was trained -> export/, and to the Hub if `export.push` names a repository."""
+
+from pathlib import Path
 
 from drafttrain.commands.drafts import load, refresh_card, training_facts
-from drafttrain.drafters.save import load_drafter
+from drafttrain.commands.export_source import find_source, load_source
 from drafttrain.export.card import served_by
+from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
-from drafttrain.export.hub import push
+from drafttrain.export.hub import preview, push
 from drafttrain.export.registry import format_named
 from drafttrain.files import RunLock
 from drafttrain.options import Options
@@ -12,13 +15,15 @@ from drafttrain.recipe import Recipe
 
 
 def run(recipe: Recipe, options: Options) -> None:
-    """Export the best drafter of the run. Raises UserError."""
-    folder = options.run
+    """Export the drafter that `export.checkpoint` names. Raises UserError."""
+    folder, asked = options.run, recipe.export.checkpoint
+    source = find_source(recipe, folder)
     target = load(recipe.target)
-    net, record = load_drafter(folder.best, target)
+    net, facts = load_source(source, recipe, folder, target)
     with RunLock(folder.folder):
         folder.record("export", recipe.plain())
-        made = export_drafter(net, target, folder.export, recipe.export, None, training_facts(record))
+        told = training_facts(facts) | ({} if asked == "best" else {"checkpoint": Path(asked).name})  # a card is public
+        made = export_drafter(net, target, folder.export, recipe.export, None, told)
         refresh_card(folder)
     format = format_named(made, str(folder.export))
     print(f"{format.title}, {served_by(format)}")
@@ -28,5 +33,15 @@ def run(recipe: Recipe, options: Options) -> None:
     gap = "" if check["against_trained"] is None else f", logits within {check['against_trained']:.1e} of the trained drafter's"
     same = f"the trained drafter's first choice in {check['same_first_choice']:.1%} of {check['rows']} places"
     print(f"{folder.export}/: {size:,} bytes in {made['dtype']}; read back: {same}{gap}")
-    if recipe.export.push:
-        print(f"pushed: {push(folder.export, recipe.export.push, recipe.export.private)}")
+    _push(folder.export, recipe.export)
+
+
+def _push(folder: Path, config: ExportConfig) -> None:
+    """To the Hub, or what would go there, where the recipe names a repository. Raises UserError."""
+    if config.push is None:
+        return
+    where = (folder, config.push, config.private, config.revision, config.tag)
+    if config.dry_run:
+        print(*preview(*where), sep="\n")
+    else:
+        print(f"pushed: {push(*where)}")

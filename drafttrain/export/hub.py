@@ -1,15 +1,18 @@
-"""Push an exported folder to the Hugging Face Hub, in one commit.
+"""Push an exported folder to the Hugging Face Hub, in one commit, on a branch and with a tag where these are asked for.
 
 One commit, so that nobody ever downloads new weights with an old config. The push can be repeated: files that are there
-already are skipped, so a push that died is simply run again. The token is the user's cached login (or an argument); it is
-never printed, and no message of ours contains it.
+already are skipped, so a push that died is simply run again. `preview` asks and lists without sending. The token is the user's cached login (or
+an argument); it is never printed, and no message of ours contains it.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from drafttrain.errors import UserError
 
+T = TypeVar("T")
 RETRY_WAITS_S = (1.0, 4.0)
 """Waits between attempts when the Hub answers with a server error. The client library retries most calls by itself, but not
 the creation of a repository and not the commit."""
@@ -18,34 +21,50 @@ NEEDED = ("config.json", "model.safetensors")
 SKIPPED_SUFFIXES = (".tmp", ".lock")
 
 
-def push(folder: str | Path, repo_id: str, private: bool = True, endpoint: str | None = None, token: str | None = None) -> str:
+def push(
+    folder: str | Path,
+    repo_id: str,
+    private: bool = True,
+    revision: str | None = None,
+    tag: str | None = None,
+    endpoint: str | None = None,
+    token: str | None = None,
+) -> str:
     """Create the repository if it is missing, and upload every file of `folder` as one commit.
 
     `private` is for a new repository; one that exists already keeps its visibility, and is refused if it is public while a
-    private one was asked for. `endpoint` replaces the Hub's address. Returns the address of the commit.
+    private one was asked for. `revision` is a branch, made where there is none; `tag` is given to the commit, and refused before anything is sent
+    where there is one. `endpoint` replaces the Hub's address. Returns the address of the commit.
     Raises UserError: incomplete folder, bad name, no login, no permission, no such repository, no network, Hub down.
     """
-    from huggingface_hub import HfApi, get_token
+    files, api = _files(Path(folder)), _opened(repo_id, endpoint, token)
 
-    files = _files(Path(folder))
-    _check_name(repo_id)
-    token = token or get_token()
-    if not token:
-        raise UserError(
-            f"Pushing to {repo_id} needs a login, but none is stored on this machine. Run `hf auth login` or set HF_TOKEN to a "
-            "token that may write, then push again."
-        )
-    api = HfApi(endpoint=endpoint, token=token)
-    for wait_s in (*RETRY_WAITS_S, None):
-        try:
-            return _push_once(api, files, repo_id, private)
-        except UserError:
-            raise
-        except Exception as error:  # every way in which the client library fails ends in one sentence
-            if wait_s is None or not _server_error(error):
-                raise explain(error, f"Pushing to {repo_id}", api.endpoint) from error
-            time.sleep(wait_s)
-    raise AssertionError("the last attempt returns or raises")
+    def send() -> str:
+        there = _exists(api, repo_id, private, tag)
+        return _push_once(api, files, repo_id, private, revision, tag, there)
+
+    return _tried(send, f"Pushing to {repo_id}", api.endpoint)
+
+
+def preview(
+    folder: str | Path,
+    repo_id: str,
+    private: bool = True,
+    revision: str | None = None,
+    tag: str | None = None,
+    endpoint: str | None = None,
+    token: str | None = None,
+) -> list[str]:
+    """What `push` would send, a sentence and then a line for each file. Sends nothing. Raises UserError where the push would be refused before
+    anything is sent."""
+    files, api = _files(Path(folder)), _opened(repo_id, endpoint, token)
+    there = _tried(lambda: _exists(api, repo_id, private, tag), f"Asking for {repo_id}", api.endpoint)
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    what = "which exists" if there else f"made anew, {'private' if private else 'public'}"
+    named = "" if tag is None else f" and be tagged {tag}"
+    total = f"{len(sizes)} files, {sum(sizes.values()):,} bytes"
+    first = f"dry run, nothing is sent: {total} would go to {repo_id} ({what}), branch {revision or 'main'}, in one commit{named}"
+    return [first, *(f"  {name}  {size:,} bytes" for name, size in sizes.items())]
 
 
 GUESSES = (("eagle-", "eagle"), ("eagle3", "eagle3"), ("dflash", "dflash"), ("dspark", "dspark"))
@@ -111,18 +130,65 @@ def explain(error: BaseException, doing: str, endpoint: str) -> UserError:
     return UserError(f"{doing} failed: {type(error).__name__}: {first}. The local folder is untouched; push again.")
 
 
-def _push_once(api, files: dict[str, Path], repo_id: str, private: bool) -> str:
-    from huggingface_hub import CommitOperationAdd
+def _opened(repo_id: str, endpoint: str | None, token: str | None) -> Any:
+    """The client, logged in. UserError for a bad name, or without a login."""
+    from huggingface_hub import HfApi, get_token
 
+    _check_name(repo_id)
+    token = token or get_token()
+    if not token:
+        raise UserError(
+            f"Pushing to {repo_id} needs a login, but none is stored on this machine. Run `hf auth login` or set HF_TOKEN to a "
+            "token that may write, then push again."
+        )
+    return HfApi(endpoint=endpoint, token=token)
+
+
+def _tried(call: Callable[[], T], doing: str, endpoint: str) -> T:
+    """The call's answer, asked again where the Hub has an error of its own. UserError for every failure."""
+    for wait_s in (*RETRY_WAITS_S, None):
+        try:
+            return call()
+        except UserError:
+            raise
+        except Exception as error:  # every way in which the client library fails ends in one sentence
+            if wait_s is None or not _server_error(error):
+                raise explain(error, doing, endpoint) from error
+            time.sleep(wait_s)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _exists(api: Any, repo_id: str, private: bool, tag: str | None) -> bool:
+    """Whether there is such a repository. UserError if it is public while a private one was asked for, or has the tag already."""
     if not api.repo_exists(repo_id):
-        api.create_repo(repo_id, private=private, exist_ok=True)
+        return False
     if private and not api.model_info(repo_id).private:
         raise UserError(
             f"{repo_id} exists and is public, but a private push was asked for. Set export.private to false to publish there, "
             "make the repository private on its page, or choose another name."
         )
+    if tag is not None and tag in [ref.name for ref in api.list_repo_refs(repo_id).tags]:
+        raise UserError(
+            f"{repo_id} has a tag {tag} already, and whoever asked for it would get other weights. Set export.tag to another name, or delete it "
+            "on the repository's page."
+        )
+    return True
+
+
+def _push_once(
+    api: Any, files: dict[str, Path], repo_id: str, private: bool, revision: str | None, tag: str | None, there: bool
+) -> str:
+    from huggingface_hub import CommitOperationAdd
+
+    if not there:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+    if revision is not None:
+        api.create_branch(repo_id, branch=revision, exist_ok=True)
     operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=str(path)) for name, path in files.items()]
-    return api.create_commit(repo_id, operations, commit_message="Drafter exported by drafttrain").commit_url
+    made = api.create_commit(repo_id, operations, commit_message="Drafter exported by drafttrain", revision=revision)
+    if tag is not None:
+        api.create_tag(repo_id, tag=tag, revision=made.oid)
+    return made.commit_url
 
 
 def _files(folder: Path) -> dict[str, Path]:

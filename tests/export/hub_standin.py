@@ -23,10 +23,18 @@ class Repo:
     gated: bool = False
     files: dict[str, bytes] = field(default_factory=dict)
     large: set[str] = field(default_factory=set)
+    branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Files of those that are not main."""
+    tags: dict[str, str] = field(default_factory=dict)
     commits: list[str] = field(default_factory=lambda: [hashlib.sha1(b"root").hexdigest()])
 
-    def oid(self, path: str) -> str:
-        data = self.files[path]
+    def of(self, branch: str) -> dict[str, bytes]:
+        if branch != "main" and branch not in self.branches:
+            raise _refuse(404, "RevisionNotFound", f"Invalid rev id: {branch}")
+        return self.files if branch == "main" else self.branches[branch]
+
+    def oid(self, path: str, branch: str = "main") -> str:
+        data = self.of(branch)[path]
         blob = b"blob %d\0" % len(data) + data
         return hashlib.sha256(data).hexdigest() if path in self.large else hashlib.sha1(blob).hexdigest()
 
@@ -118,11 +126,14 @@ class _Handler(BaseHTTPRequestHandler):
         routes = [
             ("POST", r"/api/repos/create", self._create),
             ("POST", r"/api/validate-yaml", self._validate_yaml),
-            ("POST", r"/api/models/(.+)/preupload/main", self._preupload),
+            ("POST", r"/api/models/(.+)/preupload/([^/]+)", self._preupload),
+            ("POST", r"/api/models/(.+)/branch/([^/]+)", self._branch),
+            ("POST", r"/api/models/(.+)/tag/([^/]+)", self._tag),
+            ("GET", r"/api/models/(.+)/refs", self._refs),
             ("POST", r"/(.+)\.git/info/lfs/objects/batch", self._batch),
             ("PUT", r"/store/([0-9a-f]{64})", self._put),
             ("POST", r"/store/([0-9a-f]{64})/verify", self._verify),
-            ("POST", r"/api/models/(.+)/commit/main", self._commit),
+            ("POST", r"/api/models/(.+)/commit/([^/]+)", self._commit),
             ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)/?(.*)", self._tree),
             ("GET", r"/api/models/([^/]+/[^/]+)(?:/revision/([^/]+))?", self._info),
             ("HEAD", r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
@@ -185,12 +196,34 @@ class _Handler(BaseHTTPRequestHandler):
         errors = [{"message": f'"{key}" must be an array'} for key in bad]
         return _Answer(400 if errors else 200, {"errors": errors, "warnings": []})
 
-    def _preupload(self, repo_id: str) -> _Answer:
+    def _branch(self, repo_id: str, name: str) -> _Answer:
+        repo = self._writable(repo_id)
+        if name == "main" or name in repo.branches:
+            return _refuse(409, message=f"Reference already exists: {name}")
+        repo.branches[name] = dict(repo.files)
+        return _Answer(200, {})
+
+    def _tag(self, repo_id: str, commit: str) -> _Answer:
+        repo, name = self._writable(repo_id), json.loads(self.body)["tag"]
+        if name in repo.tags or commit not in repo.commits:
+            return _refuse(409, message=f"Tag reference exists already or names no commit: {name}")
+        repo.tags[name] = commit
+        return _Answer(200, {})
+
+    def _refs(self, repo_id: str) -> _Answer:
+        repo = self._readable(repo_id)
+        tags = [{"name": name, "ref": f"refs/tags/{name}", "targetCommit": commit} for name, commit in repo.tags.items()]
+        branches = [
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": repo.commits[-1]} for name in ("main", *repo.branches)
+        ]
+        return _Answer(200, {"branches": branches, "tags": tags, "converts": []})
+
+    def _preupload(self, repo_id: str, branch: str) -> _Answer:
         repo, files = self._writable(repo_id), json.loads(self.body)["files"]
         rows = []
         for file in files:
             path, large = file["path"], file["path"].endswith(".safetensors") or file["size"] > 10_000_000
-            oid = repo.oid(path) if path in repo.files else None
+            oid = repo.oid(path, branch) if path in repo.of(branch) else None
             rows.append({"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False, "oid": oid})
         return _Answer(200, {"files": rows})
 
@@ -213,11 +246,11 @@ class _Handler(BaseHTTPRequestHandler):
         good = len(self.hub.store.get(oid, b"")) == json.loads(self.body)["size"]
         return _Answer(200, {}) if good else _refuse(400, message="size differs")
 
-    def _commit(self, repo_id: str) -> _Answer:
+    def _commit(self, repo_id: str, branch: str) -> _Answer:
         repo = self._writable(repo_id)
         rows = [json.loads(line) for line in self.body.splitlines() if line]
         assert rows[0]["key"] == "header" and rows[0]["value"]["summary"]
-        files, large = dict(repo.files), set(repo.large)
+        files, large = dict(repo.of(branch)), set(repo.large)
         for row in rows[1:]:
             path = row["value"]["path"]
             if row["key"] == "lfsFile":
@@ -230,7 +263,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[path] = base64.b64decode(row["value"]["content"])
             else:
                 return _refuse(400, message=f"unknown operation {row['key']}")
-        repo.files, repo.large = files, large
+        repo.of(branch).update(files)
+        repo.large = large
         repo.commits.append(hashlib.sha1(repo.commits[-1].encode() + self.body).hexdigest())
         return _Answer(
             200, {"commitUrl": f"{self.hub.endpoint}/{repo_id}/commit/{repo.commits[-1]}", "commitOid": repo.commits[-1]}
@@ -239,7 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
     # load
 
     def _revision(self, repo: Repo, revision: str | None) -> str:
-        if revision in (None, "main", repo.commits[-1]):
+        if revision in (None, "main", repo.commits[-1], *repo.branches):
             return repo.commits[-1]
         raise _refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
 

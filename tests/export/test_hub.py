@@ -7,7 +7,8 @@ import pytest
 
 from drafttrain.errors import UserError
 from drafttrain.export import hub as hub_module
-from drafttrain.export.hub import name_warning, push
+from drafttrain.export.config import ExportConfig
+from drafttrain.export.hub import name_warning, preview, push
 
 from .hub_standin import HubStandin, Repo
 
@@ -76,6 +77,97 @@ def test_pushing_again_uploads_only_what_changed(folder, hub):
     commits = len(hub.repos["team/tiny-eagle3"].commits)
     push(folder, "team/tiny-eagle3", private=False, endpoint=hub.endpoint, token=TOKEN)
     assert len(hub.repos["team/tiny-eagle3"].commits) == commits
+
+
+def test_a_branch_and_a_tag(folder, hub):
+    """Main stays as it was, the branch is made once, and each tag stays with its commit."""
+    push(folder, "me/tiny-eagle3", endpoint=hub.endpoint, token=TOKEN)
+    repo = hub.repos["me/tiny-eagle3"]
+    before = dict(repo.files)
+    (folder / "model.safetensors").write_bytes(b"other weights" * 99)
+    url = push(folder, "me/tiny-eagle3", revision="step-400", tag="v1", endpoint=hub.endpoint, token=TOKEN)
+    assert repo.files == before and repo.branches["step-400"]["model.safetensors"] == b"other weights" * 99
+    assert repo.tags == {"v1": repo.commits[-1]} and url.endswith(repo.commits[-1])
+    (folder / "README.md").write_text(README + "tau 2.5\n")
+    push(folder, "me/tiny-eagle3", revision="step-400", tag="v2", endpoint=hub.endpoint, token=TOKEN)
+    assert list(repo.tags) == ["v1", "v2"] and repo.tags["v1"] != repo.tags["v2"] and repo.files == before
+
+
+def test_a_tag_that_is_there_is_refused_before_anything_is_sent(folder, hub):
+    push(folder, "me/tiny-eagle3", tag="v1", endpoint=hub.endpoint, token=TOKEN)
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    hub.requests.clear()
+    assert "has a tag v1 already" in message(folder, hub, tag="v1")
+    assert not [request for request in hub.requests if not request.startswith("GET")]
+
+
+def test_a_push_that_dies_between_its_commit_and_its_tag_is_simply_run_again(folder, hub):
+    hub.fail("POST", "/tag/", 500, times=3)
+    assert "answered 500" in message(folder, hub, tag="v1")
+    repo = hub.repos["me/tiny-eagle3"]
+    commits = list(repo.commits)
+    push(folder, "me/tiny-eagle3", tag="v1", endpoint=hub.endpoint, token=TOKEN)
+    assert repo.commits == commits and repo.tags == {"v1": commits[-1]}
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_dry_run_lists_what_would_go_and_sends_nothing(folder, hub, there):
+    if there:
+        hub.repos["me/tiny-eagle3"] = Repo(private=True)
+    first, *files = preview(folder, "me/tiny-eagle3", revision="next", tag="v1", endpoint=hub.endpoint, token=TOKEN)
+    where = "which exists" if there else "made anew, private"
+    sent = {"README.md": 40, "config.json": 2, "model.safetensors": 128_000, "plots/tau.png": 4}
+    sent = {name: (folder / name).stat().st_size for name in sent}
+    assert first == (
+        f"dry run, nothing is sent: 4 files, {sum(sent.values()):,} bytes would go to me/tiny-eagle3 ({where}), branch next, in one commit and be tagged v1"
+    )
+    assert sorted(files) == sorted(f"  {name}  {size:,} bytes" for name, size in sent.items())
+    assert not [request for request in hub.requests if not request.startswith("GET")] and not hub.store
+    push(folder, "me/tiny-eagle3", revision="next", tag="v1", endpoint=hub.endpoint, token=TOKEN)
+    assert set(hub.repos["me/tiny-eagle3"].branches["next"]) == set(sent)  # what was listed is what goes
+
+
+def test_a_dry_run_is_refused_as_the_push_would_be(folder, hub):
+    hub.repos["me/tiny-eagle3"] = Repo(private=False)
+    for kwargs, words in (
+        ({}, "is public"),
+        ({"token": None}, "needs a login"),
+        ({"token": "hf_expired"}, "does not accept the login"),
+    ):
+        with pytest.raises(UserError, match=words) as caught:
+            preview(folder, "me/tiny-eagle3", endpoint=hub.endpoint, **({"token": TOKEN} | kwargs))
+        assert "hf_" not in str(caught.value)
+
+
+def test_a_push_that_dies_in_the_middle_goes_on_where_it_was(folder, hub):
+    """Of two large files one has arrived: it is not sent again, and there is one commit, with both."""
+    (folder / "second.safetensors").write_bytes(bytes(range(256)) * 300)
+    parts = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in ("model.safetensors", "second.safetensors")
+    }
+    hub.fail("PUT", parts["second.safetensors"], 500, times=99)
+    assert "answered 500" in message(folder, hub) and not hub.repos["me/tiny-eagle3"].files
+    assert parts["model.safetensors"] in hub.store and parts["second.safetensors"] not in hub.store
+    hub.faults.clear()
+    hub.requests.clear()
+    push(folder, "me/tiny-eagle3", endpoint=hub.endpoint, token=TOKEN)
+    assert [request for request in hub.requests if request.startswith("PUT")] == [f"PUT /store/{parts['second.safetensors']}"]
+    repo = hub.repos["me/tiny-eagle3"]
+    assert len(repo.commits) == 2 and {*parts} <= set(repo.files)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"push": "me/x", "tag": "v 1"}, "export.tag is 'v 1'"),
+        ({"push": "me/x", "revision": "-x"}, "export.revision is '-x'"),
+        ({"tag": "v1"}, "export.tag is about a push, but export.push names no repository"),
+        ({"dry_run": True}, "export.dry_run is about a push"),
+    ],
+)
+def test_a_tag_or_a_branch_without_sense(values, words):
+    with pytest.raises(UserError, match=words):
+        ExportConfig(**values)
 
 
 def test_a_private_push_into_a_public_repository_is_refused_before_anything_is_sent(folder, hub):

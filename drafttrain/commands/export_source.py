@@ -1,0 +1,90 @@
+"""Which drafter `drafttrain export` writes: the run's best one, its newest training state, or what stands at a path (`export.checkpoint`)."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from drafttrain.data.store import TokenStore
+from drafttrain.data.token_counts import count
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.drafters.save import load_drafter
+from drafttrain.drafters.vocabulary import choose_vocabulary
+from drafttrain.drafters.warm_start import kept_vocabulary
+from drafttrain.errors import UserError
+from drafttrain.recipe import Recipe
+from drafttrain.run import Run
+from drafttrain.target.target import Target
+from drafttrain.tasks.checkpoints import differences
+from drafttrain.tasks.sections import facts_of
+from drafttrain.tasks.state_weights import TrainingState
+from drafttrain.vocab import DraftVocabulary
+
+SAVED = "drafter.json"
+
+
+def find_source(recipe: Recipe, run: Run) -> Path | TrainingState:
+    """A folder of a saved drafter, or a training state: looked for before the target is loaded. UserError if it is not there."""
+    asked = recipe.export.checkpoint
+    if asked == "best":
+        return run.best
+    if asked == "last":
+        return TrainingState.newest(run.checkpoints)
+    if (Path(asked).expanduser() / SAVED).exists():
+        return Path(asked).expanduser()
+    return TrainingState.at(asked, run.checkpoints, recipe.export.pickle)
+
+
+def load_source(source: Path | TrainingState, recipe: Recipe, run: Run, target: Target) -> tuple[DrafterNet, dict[str, Any]]:
+    """The net in eval mode, and what is known of its training. UserError for what is damaged, or no net of this recipe."""
+    if isinstance(source, Path):
+        net, record = load_drafter(source, target)
+        return net, record["facts"]
+    _require_same(source, recipe, target)
+    weights = source.weights()
+    net = recipe.drafter.build(target, _vocabulary(source, recipe, run, target))
+    own = net.state_dict()
+    faults = [f"{name} is missing" for name in sorted(own.keys() - weights.keys())]
+    faults += [f"{name} is unknown" for name in sorted(weights.keys() - own.keys())]
+    faults += [
+        f"{name} is {list(weights[name].shape)} instead of {list(own[name].shape)}"
+        for name in sorted(own.keys() & weights.keys())
+        if own[name].shape != weights[name].shape
+    ]
+    if faults:
+        raise UserError(
+            f"export.checkpoint {source.where} holds another drafter than the recipe's {type(recipe.drafter).__name__}: {'; '.join(faults)}; give the "
+            "recipe that it was trained with."
+        )
+    net.load_state_dict(weights)
+    position = source.facts.get("position") or {}
+    return net.eval(), {"position": position | {"best_tau": None}}  # that tau is of the best one
+
+
+def _require_same(source: TrainingState, recipe: Recipe, target: Target) -> None:
+    """UserError where train.json beside the state says another drafter or target."""
+    before = source.facts.get("recipe")
+    if before is None:
+        return
+    now = {"drafter": facts_of(recipe.drafter), "target": {name: getattr(target.identity, name) for name in before["target"]}}
+    if changed := differences({name: before[name] for name in now}, now):
+        raise UserError(
+            f"export.checkpoint {source.where} was made with another recipe ({'; '.join(changed)}); give the recipe that it was trained with."
+        )
+
+
+def _vocabulary(source: TrainingState, recipe: Recipe, run: Run, target: Target) -> DraftVocabulary:
+    """The tokens of its head, which a training state does not say: as a drafter that was saved beside it has them, else chosen as training does."""
+    if recipe.drafter.draft_vocab is None:
+        return DraftVocabulary.full(target.vocab)
+    checkpoints = next(
+        (folder for folder in source.place.resolve().parents if folder.name == run.checkpoints.name), run.checkpoints
+    )
+    for name in ("last_drafter", "best"):
+        file = checkpoints / name / "drafter.safetensors"
+        if file.exists():
+            with safe_open(str(file), "pt") as tensors:
+                return DraftVocabulary.from_d2t(tensors.get_tensor("d2t"), target.vocab)
+    if recipe.checkpoint.start is not None:
+        return kept_vocabulary(checkpoints, target.vocab)
+    return choose_vocabulary(recipe.drafter, target, count(TokenStore.open(run.data / "train")))[0]

@@ -1,0 +1,173 @@
+"""The drafter's fp32 weights in what training saves to go on from: a plain Lightning checkpoint, or a folder of DeepSpeed's (ZeRO-1, -2, -3, offloaded
+or not), where no file holds a whole weight.
+
+    checkpoints/last/step_00000400/state          plain: one file with the net's weights under `net.`
+    checkpoints/last/step_00000400/state/         DeepSpeed's: `latest` names a tag, and the folder of that tag holds
+        checkpoint/*_model_states.pt              names and shapes, whole bf16 weights (ZeRO-1, -2) or none (ZeRO-3)
+        checkpoint/*_optim_states.pt              a piece of the flat fp32 masters for each process
+    checkpoints/last/writing_00000600/            interrupted: never read
+
+These are pickles, and DeepSpeed's own consolidation unpacks whatever they hold. So the states of the run at hand are read, and any other only on
+the recipe's word (`export.pickle`).
+"""
+
+import contextlib
+import importlib.util
+import io
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drafttrain.errors import UserError
+from drafttrain.files import read_json
+from drafttrain.tasks.checkpoints import FACTS, STATE, find_last
+
+NET = "net."
+"""What the task calls its drafter."""
+WRITING = "writing_"
+LATEST = "latest"
+"""The file of a DeepSpeed folder that is written when everything else is there; it names the tag."""
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """A state found on disk."""
+
+    where: str
+    """As the user typed it."""
+    place: Path
+    """A file, or DeepSpeed's folder."""
+    facts: dict[str, Any]
+    """train.json beside it; {} where there is none."""
+
+    @staticmethod
+    def newest(checkpoints: Path) -> "TrainingState":
+        """The run's newest resume state. UserError if there is none that is whole."""
+        saved = find_last(checkpoints)
+        if saved is not None:
+            return TrainingState(str(saved.folder), saved.state, read_json(saved.folder / FACTS, "the checkpoint"))
+        if begun := sorted((checkpoints / "last").glob(f"{WRITING}*")):
+            raise _interrupted(str(begun[-1]))
+        raise UserError(
+            f"export.checkpoint is last, but {checkpoints}/last/ holds no training state; run train first, or set it to best."
+        )
+
+    @staticmethod
+    def at(where: str, checkpoints: Path, pickles: bool) -> "TrainingState":
+        """A state at a path: a step's folder, a file or a folder of DeepSpeed's.
+
+        UserError if it is not there, was interrupted while it was written, or lies outside of `checkpoints` without the word for it.
+        """
+        place = Path(where).expanduser()
+        if begun := next((part for part in (place, *place.parents) if part.name.startswith(WRITING)), None):
+            raise _interrupted(str(begun))
+        if not place.exists():
+            raise UserError(
+                f"export.checkpoint is {where}, but nothing is there; set it to best, last, or the path of a drafter, of a step of training "
+                "(checkpoints/last/step_...), of a Lightning checkpoint or of a DeepSpeed folder."
+            )
+        facts = {}
+        if (place / FACTS).exists():
+            facts, place = read_json(place / FACTS, "the checkpoint"), place / STATE
+        elif (place.parent / FACTS).exists():
+            facts = read_json(place.parent / FACTS, "the checkpoint")
+        if not place.exists():
+            raise _interrupted(where)
+        if not pickles and not place.resolve().is_relative_to(checkpoints.resolve()):
+            raise UserError(
+                f"export.checkpoint is {where}, a training state from outside of this run: it is a pickle, which can run code when it is read; set "
+                "export.pickle to true if you trust where it comes from."
+            )
+        return TrainingState(where, place, facts)
+
+    def weights(self) -> dict[str, Tensor]:
+        """The drafter's weights by name, fp32, on the CPU. UserError for what was interrupted, is damaged, or holds no drafter."""
+        with self._explained():
+            found = _consolidated(self.place) if self.place.is_dir() else _plain(self.place)
+        weights = {name.removeprefix(NET): value.detach().float() for name, value in found.items() if name.startswith(NET)}
+        if not weights:
+            some = ", ".join(sorted(found)[:4]) or "nothing"
+            raise UserError(
+                f"export.checkpoint {self.where} holds no drafter that drafttrain trained (but {some}); give another checkpoint."
+            )
+        return weights
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (
+            OSError,
+            EOFError,
+            RuntimeError,
+            ValueError,
+            KeyError,
+            IndexError,
+            AttributeError,
+            pickle.UnpicklingError,
+        ) as error:
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise UserError(
+                f"export.checkpoint {self.where} is not whole ({reason}): it was interrupted while it was written, or copied in part; give one that was "
+                "finished."
+            ) from error
+
+
+def _interrupted(where: str) -> UserError:
+    return UserError(
+        f"{where} was interrupted while it was written, so no weights can be taken from it; give a step that was finished "
+        "(checkpoints/last/step_...), or best."
+    )
+
+
+def _plain(file: Path) -> dict[str, Tensor]:
+    return torch.load(file, map_location="cpu", weights_only=True)["state_dict"]
+
+
+def _consolidated(folder: Path) -> dict[str, Tensor]:
+    """DeepSpeed's masters, put together by DeepSpeed; `folder` holds `latest`, or is a tag's."""
+    if any(folder.glob("*_states.pt")) and not (folder / LATEST).exists():
+        root, tag = folder.parent, folder.name
+    else:
+        if not (folder / LATEST).is_file():
+            raise ValueError(f"it has no file `{LATEST}`, which is written last")
+        root, tag = folder, (folder / LATEST).read_text().strip()
+    _require_pieces(root / tag)
+    if importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            f"{folder} was saved by DeepSpeed, which is not installed here and has to put its pieces together; install drafttrain[deepspeed]."
+        )
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(io.StringIO()):  # it tells what it counts
+        found = get_fp32_state_dict_from_zero_checkpoint(str(root), tag=tag)
+    return {name.removeprefix("_forward_module."): value for name, value in found.items()}
+
+
+def _require_pieces(folder: Path) -> None:
+    """ValueError that names the files that must be there beside the others and are not: a piece of each process, numbered from 0."""
+    pieces = {path.name for path in folder.glob("*_states.pt")}
+    optimizers = {name for name in pieces if name.endswith("_optim_states.pt")}
+    whole = "mp_rank_00_model_states.pt"  # names and shapes; ZeRO-3 has a file of them for each process
+    missing = [] if not pieces or whole in pieces else [name for name in _numbered(optimizers) if _model_of(name) not in pieces]
+    missing = [_model_of(name) for name in missing] + [name for name in _numbered(optimizers) if name not in pieces]
+    if not optimizers or missing:
+        raise ValueError(f"{folder.name}/ lacks {', '.join(missing) or 'the pieces of the optimizer (*_optim_states.pt)'}")
+
+
+def _numbered(names: set[str]) -> list[str]:
+    """The names with each number from 0 to the highest."""
+    ranks = {int(name.split("pp_rank_")[1].split("_")[0]): name for name in names}
+    if not ranks:
+        return []
+    last = ranks[max(ranks)]
+    return [last.replace(f"pp_rank_{max(ranks)}_", f"pp_rank_{rank}_") for rank in range(max(ranks) + 1)]
+
+
+def _model_of(name: str) -> str:
+    return name.removeprefix("bf16_").replace("_optim_states", "_model_states")

@@ -1,0 +1,214 @@
+"""`drafttrain export --checkpoint best|last|PATH`: weights of a resume state equal those of the live run bit for bit, and what was interrupted, is
+damaged or comes from elsewhere is refused by name. DeepSpeed's own states: tests/tasks/test_deepspeed_states.py."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import make_run, start
+
+from drafttrain.cli import main
+from drafttrain.errors import UserError
+from drafttrain.tasks.state_weights import TrainingState
+
+RECIPE = """\
+name: tiny
+target: {{path: {target}}}
+prepare: {{prompts: [{{class_path: SelfPrompts, init_args: {{count: 8}}}}]}}
+drafter: {{class_path: Eagle3, init_args: {{taps: [0, 2, 3], depth: 3, draft_vocab: 200}}}}
+objective: {{class_path: Distillation}}
+trainer: {{max_steps: 4}}
+export: {{dtype: float32}}
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(target_folders, tiny_llama, tmp_path_factory):
+    """(recipe file, runs folder) of a run whose best drafter is not its newest."""
+    folder = tmp_path_factory.mktemp("export-checkpoint")
+    (folder / "recipe.yaml").write_text(RECIPE.format(target=target_folders("llama")))
+    run = make_run(folder / "runs" / "tiny", tiny_llama)
+    start(run, target_folders("llama"), trainer={"max_steps": 2})
+    shutil.copytree(run / "checkpoints" / "best", folder / "best")
+    start(run, target_folders("llama"), trainer={"max_steps": 4})
+    shutil.rmtree(run / "checkpoints" / "best")
+    shutil.move(folder / "best", run / "checkpoints" / "best")
+    return folder / "recipe.yaml", folder / "runs"
+
+
+@pytest.fixture
+def made(trained, tmp_path):
+    """A copy that a test may break."""
+    shutil.copytree(trained[1], tmp_path / "runs")
+    return trained[0], tmp_path / "runs"
+
+
+def export(made, *more) -> int:
+    return main(["export", "--config", str(made[0]), "--runs", str(made[1]), *map(str, more)])
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in load_file(folder).items() if name not in ("d2t", "t2d")}
+
+
+def exported(made) -> dict[str, torch.Tensor]:
+    return weights_in(made[1] / "tiny" / "export" / "model.safetensors")
+
+
+def live(made, name="last_drafter") -> dict[str, torch.Tensor]:
+    """As the run saved them from the net it trained."""
+    return weights_in(made[1] / "tiny" / "checkpoints" / name / "drafter.safetensors")
+
+
+def same(mine, theirs) -> bool:
+    return mine.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+def step(made) -> Path:
+    (found,) = (made[1] / "tiny" / "checkpoints" / "last").iterdir()
+    return found
+
+
+def refused(made, capsys, *more) -> str:
+    capsys.readouterr()
+    assert export(made, *more) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def test_best_last_and_every_way_to_name_a_state(made):
+    assert export(made) == 0 and same(exported(made), live(made, "best")) and not same(exported(made), live(made))
+    paths = [step(made), step(made) / "state", made[1] / "tiny" / "checkpoints" / "last_drafter"]
+    for asked in ("last", *paths):
+        assert export(made) == 0
+        assert export(made, "--checkpoint", asked) == 0
+        assert same(exported(made), live(made)), asked
+        facts = json.loads((made[1] / "tiny" / "export" / "drafttrain.json").read_text())["facts"]
+        assert facts["checkpoint"] == Path(asked).name and "held-out tau while training" not in facts
+        assert facts["steps"] == 4
+
+
+def test_the_words_of_its_head_are_chosen_as_training_did_where_no_drafter_was_saved_beside_it(made):
+    wanted, words = live(made), load_file(made[1] / "tiny/checkpoints/best/drafter.safetensors")["d2t"]
+    for name in ("best", "last_drafter"):
+        shutil.rmtree(made[1] / "tiny" / "checkpoints" / name)
+    assert export(made, "--checkpoint", "last") == 0
+    assert same(exported(made), wanted)
+    assert torch.equal(load_file(made[1] / "tiny" / "export" / "model.safetensors")["d2t"], words)
+
+
+def test_an_interrupted_state_is_refused_by_name(made, capsys):
+    writing = step(made).with_name("writing_00000006")
+    shutil.copytree(step(made), writing)
+    assert export(made, "--checkpoint", "last") == 0  # the whole one counts
+    for asked in (writing, writing / "state"):
+        assert f"{writing} was interrupted while it was written" in refused(made, capsys, "--checkpoint", asked)
+    shutil.rmtree(step_of_four := writing.with_name("step_00000004"))
+    assert not step_of_four.exists() and f"{writing} was interrupted" in refused(made, capsys, "--checkpoint", "last")
+    shutil.rmtree(writing)
+    assert "holds no training state; run train first" in refused(made, capsys, "--checkpoint", "last")
+
+
+def test_a_state_that_is_cut_off_or_gone_is_refused(made, capsys):
+    state = step(made) / "state"
+    os.truncate(state, state.stat().st_size // 2)
+    assert f"export.checkpoint {step(made)} is not whole (" in refused(made, capsys, "--checkpoint", step(made))
+    state.unlink()
+    assert f"{step(made)} was interrupted while it was written" in refused(made, capsys, "--checkpoint", step(made))
+    assert "nothing is there; set it to best, last, or the path" in refused(made, capsys, "--checkpoint", made[1] / "no")
+
+
+class Malice:
+    """Unpickled without care, it writes a file."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+def test_a_state_from_elsewhere_is_read_on_an_explicit_word_only(made, tmp_path, capsys):
+    """And then only tensors are unpacked of a plain one."""
+    theirs = tmp_path / "theirs.ckpt"
+    shutil.copy(step(made) / "state", theirs)
+    assert "from outside of this run: it is a pickle, which can run code" in refused(made, capsys, "--checkpoint", theirs)
+    assert export(made, "--checkpoint", theirs, "--export.pickle", "true") == 0
+    assert same(exported(made), live(made))
+    torch.save({"state_dict": Malice(tmp_path / "trace")}, theirs)
+    assert "theirs.ckpt is not whole (" in refused(made, capsys, "--checkpoint", theirs, "--export.pickle", "true")
+    assert not (tmp_path / "trace").exists()
+    link = made[1] / "tiny" / "checkpoints" / "linked.ckpt"
+    link.symlink_to(theirs)
+    assert "from outside of this run" in refused(made, capsys, "--checkpoint", link)
+
+
+def test_a_state_without_a_drafter_or_of_another_one(made, tmp_path, capsys):
+    word = ("--export.pickle", "true")
+    torch.save({"state_dict": {"model.layers.0.weight": torch.ones(2)}}, tmp_path / "other.ckpt")
+    assert "holds no drafter that drafttrain trained (but model.layers.0.weight)" in refused(
+        made, capsys, "--checkpoint", tmp_path / "other.ckpt", *word
+    )
+    shutil.copy(step(made) / "state", tmp_path / "theirs.ckpt")
+    changed = ("--drafter.init_args.fc_norm", "true")
+    text = refused(made, capsys, "--checkpoint", tmp_path / "theirs.ckpt", *word, *changed)
+    assert "holds another drafter than the recipe's Eagle3: fc_norm.0.weight is missing" in text
+    text = refused(made, capsys, "--checkpoint", "last", *changed)
+    assert "was made with another recipe (drafter.fc_norm: False before, True now)" in text
+
+
+def test_a_dry_run_of_a_push_is_listed_by_the_command(made, monkeypatch, capsys):
+    import huggingface_hub
+    from export.hub_standin import HubStandin
+    from huggingface_hub import constants
+
+    with HubStandin({"hf_good": ["me"]}) as hub:
+        monkeypatch.setattr(huggingface_hub, "get_token", lambda: "hf_good")
+        monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+        monkeypatch.setattr(huggingface_hub.hf_api.constants, "ENDPOINT", hub.endpoint)
+        assert export(made, "--push", "me/tiny-eagle3", "--dry-run", "--export.tag", "v1") == 0
+        assert not [request for request in hub.requests if not request.startswith("GET")]
+    out = capsys.readouterr().out
+    assert (
+        "files, " in out and "would go to me/tiny-eagle3 (made anew, private), branch main, in one commit and be tagged v1" in out
+    )
+    assert "  model.safetensors  " in out and "hf_good" not in out
+
+
+# ---- folders of DeepSpeed's that are not whole, known from their names alone -------------------------------------------------
+
+
+def pieces(folder: Path, names: list[str], latest: bool = True) -> Path:
+    (folder / "checkpoint").mkdir(parents=True)
+    for name in names:
+        (folder / "checkpoint" / name).write_bytes(b"")
+    if latest:
+        (folder / "latest").write_text("checkpoint")
+    return folder
+
+
+OPTIMIZER = ["bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+ZERO3 = ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_model_states.pt"]
+
+
+@pytest.mark.parametrize(
+    ("names", "latest", "words"),
+    [
+        (["mp_rank_00_model_states.pt", *OPTIMIZER], False, "it has no file `latest`, which is written last"),
+        (["mp_rank_00_model_states.pt", OPTIMIZER[1]], True, f"checkpoint/ lacks {OPTIMIZER[0]}"),
+        ([*ZERO3, OPTIMIZER[1]], True, f"checkpoint/ lacks {OPTIMIZER[0]}"),
+        ([ZERO3[0], *OPTIMIZER], True, f"checkpoint/ lacks {ZERO3[1]}"),
+        (OPTIMIZER[:1], True, f"checkpoint/ lacks {ZERO3[0]}"),
+        (["mp_rank_00_model_states.pt"], True, "checkpoint/ lacks the pieces of the optimizer"),
+        ([], True, "checkpoint/ lacks the pieces of the optimizer"),
+    ],
+)
+def test_a_folder_of_deepspeed_that_was_interrupted_is_refused_by_what_it_lacks(tmp_path, names, latest, words):
+    folder = pieces(tmp_path / "state", names, latest)
+    with pytest.raises(UserError, match="was interrupted while it was written, or copied in part") as caught:
+        TrainingState.at(str(folder), tmp_path, pickles=False).weights()
+    assert words in str(caught.value) and str(folder) in str(caught.value)
