@@ -9,6 +9,7 @@ import argparse
 import difflib
 import importlib
 import io
+import itertools
 import os
 import select
 import sys
@@ -174,13 +175,10 @@ def parse_folders(command: str, program: str, argv: Sequence[str]) -> tuple[obje
     Raises:
         UserError: everything that is wrong with the flags or the recipe.
     """
-    parser = _Parser(
-        prog=program, usage=f"{program} {FOLDERS[command]}", description=ABOUT[command], allow_abbrev=False, add_help=False
-    )
+    folders = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    usage = f"{program} {FOLDERS[command]}"
+    parser = _Parser(prog=program, usage=usage, description=ABOUT[command], allow_abbrev=False, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="this text")
-    folders = ("path",) if command == "inspect" else ("a", "b")
-    for name in folders:
-        parser.add_argument(name, metavar=name.upper(), nargs="?", help="folder of a drafter, or a Hub id (owner/name)")
     if command == "inspect":
         parser.add_argument("--target", metavar="TARGET", help="check it against this target too: folder, Hub id or .gguf file")
     else:
@@ -195,20 +193,24 @@ def parse_folders(command: str, program: str, argv: Sequence[str]) -> tuple[obje
             "--runs", type=Path, default=Path("runs"), metavar="DIR", help="where run folders are (default: runs)"
         )
         parser.add_argument("--json", type=Path, metavar="FILE", help="write the same there as JSON")
-    known, rest = parser.parse_known_args(argv)
+    known, rest = parser.parse_known_args(argv[len(folders) :])
     if known.help:
         print(parser.format_help())
         return None
-    if missing := [name.upper() for name in folders if getattr(known, name) is None]:
-        raise UserError(f"{command} needs {' and '.join(missing)}: {program} {FOLDERS[command]}.")
+    wanted = FOLDERS[command].partition(" [")[0].split()
+    if len(folders) != len(wanted):
+        raise UserError(
+            f"{command} is first given {' and '.join(wanted)}, folders of drafters or Hub ids, and got {len(folders)} of them: {usage}."
+        )
     overrides = pairs(rest)
     if command == "inspect":
         if overrides:
             raise UserError(f"inspect reads no recipe, so --{overrides[0][0]} means nothing to it; see {program} --help.")
-        return (InspectOptions(known.path, known.target),)
+        return (InspectOptions(folders[0], known.target),)
     if overrides and not known.config:
         raise UserError(f"--{overrides[0][0]} is a key of a recipe, and none is given; add --config RECIPE, or leave it out.")
-    return CompareOptions(known.a, known.b, known.runs, known.json), _recipe(known.config, overrides) if known.config else None
+    recipe = _recipe(known.config, overrides) if known.config else None
+    return CompareOptions(folders[0], folders[1], known.runs, known.json), recipe
 
 
 def _options_parser(command: str, program: str) -> _Parser:

@@ -96,6 +96,7 @@ def _attends(reading: Reading) -> bool:
 
 
 def _check_native(reading: Reading, kind: Kind) -> None:
+    reading.taps = tuple(((reading.folder.made or {}).get("config") or {}).get("taps") or ()) or None
     if kind.format is not None and (table := format_table(reading, kind.format)) is not None:
         check_table(reading, reading.tensors, table, _said_dtype(reading))
         check_map(reading, reading.config["draft_vocab_size"], reading.config["vocab_size"])
@@ -150,15 +151,14 @@ def _checkpoint(reading: Reading, record: Mapping[str, Any]) -> Kind | None:
         return None
     name, options = record["class_path"], record["init_args"]
     found = Published("a checkpoint of drafttrain (checkpoints/best)", name, {}, reading.tensors)
-    taps = options.get("taps")
-    reading.taps = tuple(taps) if taps else None
     d2t = reading.tensors.get("d2t")
     if d2t is None and reading.folder.whole:
         reading.fault("d2t is missing, which says what the drafter's tokens are; train again, or restore drafter.safetensors.")
-    words = None if d2t is None or d2t.dim() != 1 else len(d2t)
+    words = head_rows(found) if d2t is None or d2t.dim() != 1 else len(d2t)
     if (made := net_table(reading, found, options, words)) is not None:
         check_table(reading, reading.tensors, made[0], torch.float32)
-    check_map(reading, words, record["identity"].get("vocab"), always=True)
+    if d2t is not None:
+        check_map(reading, words, record["identity"].get("vocab"), always=True)
     return Kind(name, found.layout, published=found)
 
 
@@ -287,11 +287,12 @@ def _loaders(reading: Reading, kind: Kind) -> list[str]:
     if kind.drafter is None:
         return found
     if reading.folder.record is not None:
-        return ["drafttrain alone (generate, bench, adapt with --draft); `drafttrain export` writes what engines load"]
+        return ["drafttrain alone: validate, bench, generate, adapt (--draft); `drafttrain export` writes what engines load"]
     if reading.folder.ours:
-        return [*found, "drafttrain: generate, bench, adapt (--draft)"]
+        return [*found, "drafttrain: validate, bench, generate, adapt (--draft)"]
     if kind.published is not None and not kind.published.refusals:
-        return [*found, "drafttrain: training goes on from it (checkpoint.start)" + ("" if found else "; no serving engine")]
+        own = "drafttrain: validate, bench, generate (--draft); training goes on from it (checkpoint.start)"
+        return [*found, own if found else f"{own}; no serving engine"]
     return found or ["no engine that is known here"]
 
 
@@ -299,7 +300,7 @@ def _loader(engine: Engine, kind: Kind, drafts: int | None) -> str:
     name = NAMES.get(engine.name, engine.name)
     number = "as many drafts as measured best" if drafts is None else f"{drafts} drafts"
     if engine.name == "vllm":
-        more = kind.format.extra_words("vllm") if kind.format is not None else {}
+        more = next((format.extra_words("vllm") for format in kind.formats), {})
         extra = "".join(f", {key} {str(value).lower()}" for key, value in more.items())
         return f"{name} ({engine.versions}): method {engine.method}, num_speculative_tokens {'N' if drafts is None else drafts}{extra}"
     if engine.name == "sglang":

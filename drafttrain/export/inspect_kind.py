@@ -15,8 +15,17 @@ from drafttrain.export.format import Engine, Format
 from drafttrain.export.inspect_config import Reading
 from drafttrain.export.registry import ENTRIES, FORMATS, NATIVE
 
-METHOD_WORDS = ("eagle3", "eagle", "dflash", "dspark", "medusa")
-"""What the name of an architecture says of the method: the first that it contains."""
+METHOD_WORDS = {
+    "eagle3": "eagle3",
+    "peagle": "eagle3",
+    "eagle": "eagle",
+    "dflash": "dflash",
+    "dspark": "dspark",
+    "medusa": "medusa",
+}
+"""Part of an architecture's name -> vLLM's word for the method; the first that it contains counts."""
+NOT_RENAMED = "dspark"
+"""The method for which vLLM takes every architecture that it does not know for another model's."""
 CAUSAL_LM = r"model\.layers\.0\..*|transformer\.h\.0\..*"
 STANDALONE = (
     Engine("transformers", "as assistant_model", "assisted generation"),
@@ -90,7 +99,8 @@ def _export(reading: Reading, made: Mapping[str, Any]) -> Kind | None:
 
 def _published(reading: Reading, found: Published) -> Kind:
     config, formats = reading.config, Kind(found.drafter, "").formats
-    fitting = next((format for format in formats if format.claims(config)), None)
+    told = {"draft_vocab_size": reading.block.get("vocab_size")} | config  # where nothing is said, the head is the target's
+    fitting = next((format for format in formats if format.claims(told)), None)
     said = _word(config)
     if fitting is None and said is not None and said not in {format.method for format in formats}:
         near = next(
@@ -116,17 +126,24 @@ def _architecture_fault(config: Mapping[str, Any], drafter: str, wanted: str | N
 
 def _word(config: Mapping[str, Any]) -> str | None:
     named = " ".join(map(str, config.get("architectures") or [])).lower()
-    return next((word for word in METHOD_WORDS if word in named), None)
+    return next((method for word, method in METHOD_WORDS.items() if word in named), None)
 
 
 def _engines(config: Mapping[str, Any], formats: list[Format], fitting: Format | None) -> tuple[Engine, ...]:
     """Who loads somebody else's folder: those that load our form with the same architecture; vLLM, where that says nothing."""
     if not config.get("architectures") and not config.get("model_type"):
         return ()
+    if "speculators_model_type" in config:
+        return next((format.engines for format in formats if "speculators" in format.engine_names), ())
     if fitting is not None:
         found = fitting.engines
     else:
-        found = tuple(engine for format in formats[:1] for engine in format.engines if engine.name == "vllm")
+        found = tuple(
+            engine
+            for format in formats[:1]
+            for engine in format.engines
+            if (engine.name == "vllm") == (format.method != NOT_RENAMED)
+        )
     nested = config.get("eagle_config") or {}
     after_norm = nested.get("norm_before_residual", config.get("norm_before_residual"))  # SGLang has no such block
     return tuple(engine for engine in found if not (after_norm and engine.name == "sglang"))

@@ -65,7 +65,7 @@ def check_block(reading: Reading, format: BlockFormat) -> None:
     try:
         require_layout(config, format.first, format.word, where)
     except UserError as error:
-        silent = format.first == 0 and not any("sample_from_anchor" in place for place in (config, inner))
+        silent = "dspark_bonus_anchor" not in config and not any("sample_from_anchor" in place for place in (config, inner))
         (reading.complain if silent else reading.fault)(str(error))
         _mend_layout(config, inner, format.first)
 
@@ -100,6 +100,8 @@ def net_table(reading: Reading, found: Published, config: Mapping[str, Any], wor
             f"no {found.drafter} can be built from what it says of itself ({type(error).__name__}: {error}); give its own config.json."
         )
         return None
+    if reading.folder.record is not None:
+        reading.taps = net.needs.taps or None
     table: Table = {}
     for ours, own in net.state_dict().items():
         names = found.theirs(ours)

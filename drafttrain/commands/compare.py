@@ -1,0 +1,87 @@
+"""`drafttrain compare`: two drafters for one target side by side. Configuration and tensors need nothing; tau needs a recipe's target and prompts."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drafttrain.commands.drafts import Draft, load
+from drafttrain.commands.folder_options import CompareOptions
+from drafttrain.data.store import TokenStore
+from drafttrain.export.inspect import inspect_folder
+from drafttrain.export.inspect_pair import config_differences, tensor_rows
+from drafttrain.files import write_json_atomic
+from drafttrain.options import Options
+from drafttrain.recipe import Recipe
+from drafttrain.run import Run, command_line
+from drafttrain.validation.compare import Compared, compare_tau
+
+
+def run(options: CompareOptions, recipe: Recipe | None) -> None:
+    """Print the tables, and write them as JSON where asked. Raises UserError; what a folder has wrong is printed, and stops nothing but measuring."""
+    a, b = inspect_folder(options.a), inspect_folder(options.b)
+    for letter, found in (("A", a), ("B", b)):
+        print(f"{letter}: {options.a if found is a else options.b}: {dict(found.lines)['what']}")
+        for fault in found.faults:
+            print(f"{letter} has a fault: {fault}")
+    configs, tensors = config_differences(a, b), tensor_rows(a, b)
+    _print_table(
+        ("configuration", "A", "B"), [(name, _short(x), _short(y)) for name, x, y in configs], "configurations say the same"
+    )
+    _print_table(("tensor", "A", "B", "largest difference"), _different(tensors), "tensors are equal, number for number")
+    compared = None if recipe is None else _measured(options, recipe)
+    if options.json is not None:
+        told = {
+            "a": options.a, "b": options.b, "command": command_line(),
+            "faults": {"a": a.faults, "b": b.faults},
+            "config": [{"field": name, "a": x, "b": y} for name, x, y in configs],
+            "tensors": [{"name": name, "a": x, "b": y, "largest_difference": gap} for name, x, y, gap in tensors],
+            "tau": None if compared is None else asdict(compared),
+        }  # fmt: skip
+        write_json_atomic(options.json, told)
+        print(f"{options.json}: the same as JSON")
+
+
+def _measured(options: CompareOptions, recipe: Recipe) -> Compared:
+    own = Run(options.runs / recipe.name)
+    drafts = [Draft.of(recipe, Options(own, draft=Path(where))) for where in (options.a, options.b)]
+    held_out = TokenStore.open(own.data / "held_out")
+    target = load(recipe.target)
+    held_out.require(target.identity)
+    first, second = (draft.load(target, recipe)[0] for draft in drafts)
+    config = recipe.validate
+    requests = held_out.requests(config.max_tokens)[: config.prompts]
+    found = compare_tau(target, first, second, requests, config.drafts, config.slots)
+    print(f"tau on {found.prompts} held-out prompts, {found.drafts} drafts a round, with 95% intervals over prompts:")
+    print(f"  A      {found.a}")
+    print(f"  B      {found.b}")
+    print(f"  B / A  {found.ratio}, on the same prompts")
+    if found.unequal:
+        print(
+            f"note: answers differ on {len(found.unequal)} prompts, which greedy decoding of one target does not give: logits tie in half precision, or "
+            "one of the drafters is decoded wrongly; try --target.dtype float32"
+        )
+    return found
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------------
+
+
+def _different(rows: Sequence[tuple[str, str, str, float | None]]) -> list[tuple[str, ...]]:
+    """The tensors that are not the same in both."""
+    return [(name, x, y, "" if gap is None else f"{gap:.3g}") for name, x, y, gap in rows if gap != 0 or x != y]
+
+
+def _short(value: Any) -> str:
+    return "-" if value is None else str(value)
+
+
+def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], none: str) -> None:
+    if not rows:
+        print(f"\n{none}\n")
+        return
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    print()
+    for row in (head, *rows):
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print()
