@@ -33,6 +33,7 @@ from drafttrain.replay_loss import OnPolicyDistillation
 from drafttrain.target.config import TargetConfig
 from drafttrain.tasks.adapt_config import AdaptConfig
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
+from drafttrain.tasks.lora_config import LoraConfig
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.optimizer import OptimizerConfig
 from drafttrain.tasks.speed_config import SpeedConfig
@@ -80,6 +81,7 @@ class Recipe:
     adapt: AdaptConfig = field(default_factory=AdaptConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     speed: SpeedConfig = field(default_factory=SpeedConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     trainer: dict[str, Any] = field(default_factory=dict)
     """Arguments of lightning.pytorch.Trainer, passed through (max_steps, precision, strategy, logger, ...)."""
 

@@ -90,6 +90,7 @@ def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Pa
     from drafttrain.drafters.eagle3 import Eagle3
     from drafttrain.losses import Distillation, Objective
     from drafttrain.target.config import TargetConfig
+    from drafttrain.tasks.lora_config import LoraConfig
     from drafttrain.tasks.on_policy_config import OnPolicyConfig
     from drafttrain.tasks.train import train
     from drafttrain.topology import Topology
@@ -104,6 +105,7 @@ def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Pa
         "speed": {},
     }
     drafter, objective, on_policy = changes.pop("drafter", {}), changes.pop("objective", {}), changes.pop("on_policy", None)
+    lora = changes.pop("lora", None)
     sections = {name: values | changes.get(name, {}) for name, values in given.items()}
     return train(
         run_folder=run_folder,
@@ -117,6 +119,7 @@ def start(run_folder: Path, target_folder: Path, topology=None, **changes) -> Pa
         topology=Topology() if topology is None else topology,
         speed=SpeedConfig(**sections["speed"]),
         on_policy=None if on_policy is None else OnPolicyConfig(**on_policy),
+        lora=None if lora is None else LoraConfig(**lora),
     )
 
 

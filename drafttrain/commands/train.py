@@ -35,6 +35,7 @@ def run(recipe: Recipe, options: Options) -> None:
             trainer=trainer,
             topology=topology,
             speed=recipe.speed,
+            lora=recipe.lora,
             on_policy=recipe.on_policy if recipe.task == "on_policy" else None,
         )
         if topology.rank == 0:

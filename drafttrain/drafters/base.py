@@ -102,6 +102,8 @@ class DrafterNet(nn.Module):
     """Tokens that no training text may hold."""
     words: tuple[str, ...] = ("lm_head.weight",)
     """Weights with a row for each token of the draft vocabulary; () where it speaks with the target's head."""
+    adapters: Any = None
+    """What a training of adapters alone keeps to merge them (tasks/lora.py); None where the weights themselves are trained."""
 
     def take_vocabulary(self, vocabulary: DraftVocabulary) -> None:
         """What layouts and proposers look up of it."""

@@ -5,6 +5,7 @@ No pickles, nothing of the target, no training state: this is what exporting, va
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -26,9 +27,15 @@ RECORDED = {"class_path", "init_args", "identity", "facts"}
 
 
 def save_drafter(
-    folder: Path, net: DrafterNet, config: DrafterConfig, identity: Identity, facts: dict, weights: dict | None = None
+    folder: Path,
+    net: DrafterNet,
+    config: DrafterConfig,
+    identity: Identity,
+    facts: dict,
+    weights: dict | None = None,
+    beside: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write the folder whole or not at all. `weights` stands in for the net's own state dict (sharded training)."""
+    """Write the folder whole or not at all. `weights` stands in for the net's own state dict (sharded training); `beside` writes more into it."""
     folder = Path(folder)
     making = folder.with_name(folder.name + ".tmp")
     shutil.rmtree(making, ignore_errors=True)
@@ -37,6 +44,8 @@ def save_drafter(
     write_tensors_atomic(making / "drafter.safetensors", tensors | {"d2t": net.vocabulary.d2t})
     record = {"class_path": type(config).__name__, "init_args": asdict(config), "identity": asdict(identity), "facts": facts}
     write_json_atomic(making / "drafter.json", record)
+    if beside is not None:
+        beside(making)
     replace_folder(making, folder)
 
 

@@ -27,7 +27,7 @@ from drafttrain.tasks.distill import DistillTask, Position
 from drafttrain.tasks.held_out import HeldOut, measure
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turn
-from drafttrain.tasks.weights import whole_net
+from drafttrain.tasks.weights import adapter_files, whole_net
 from drafttrain.types import Request
 
 AS_THEY_ARE = "lr", "tokens_per_second", "tokens_seen", "seconds", "gpu_seconds"
@@ -125,10 +125,11 @@ class Conductor(pl.Callback):
             self._save_drafter(trainer, task, net, "best", None)
 
     def _save_drafter(self, trainer: pl.Trainer, task: DistillTask, net: DrafterNet, name: str, found: HeldOut | None) -> None:
+        beside = adapter_files(trainer, task.net)
         if trainer.is_global_zero:
             facts = {"position": asdict(task.position), "held_out": None if found is None else asdict(found)}
             with explain_full_disk(self.run.checkpoints, "the drafter before this one is whole and kept."):
-                save_drafter(self.run.checkpoints / name, net, self.run.drafter, task.target.identity, facts)
+                save_drafter(self.run.checkpoints / name, net, self.run.drafter, task.target.identity, facts, beside=beside)
         trainer.strategy.barrier(f"checkpoints/{name}")
 
 

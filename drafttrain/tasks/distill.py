@@ -95,7 +95,7 @@ class DistillTask(pl.LightningModule):
         net.fused = speed.fused_blocks and target.device.type == "cuda"
         graphed = speed.graph_target and target.device.type == "cuda"
         self._graphed = GraphedRead(target, net.needs.taps) if graphed else None
-        # DeepSpeed's checkpoints leave frozen weights out (exclude_frozen_parameters); without any, nothing may be missing.
+        # Checkpoints leave frozen weights out, DeepSpeed's too (exclude_frozen_parameters); without any, nothing may be missing.
         self.strict_loading = all(weight.requires_grad for weight in net.parameters())
 
     @property
@@ -183,6 +183,11 @@ class DistillTask(pl.LightningModule):
 
     def transfer_batch_to_device(self, batch: MicroBatch, device: torch.device, dataloader_idx: int) -> MicroBatch:
         return batch.to(device)
+
+    def on_save_checkpoint(self, checkpoint: dict) -> None:
+        """Frozen weights are not saved again and again: a run that goes on has them from elsewhere (lora.py)."""
+        frozen = {f"net.{name}" for name, weight in self.net.named_parameters() if not weight.requires_grad}
+        checkpoint["state_dict"] = {name: value for name, value in checkpoint["state_dict"].items() if name not in frozen}
 
     def on_load_checkpoint(self, checkpoint: dict) -> None:
         """Lightning counts micro-batches to know where a window ends; say it in windows of *this* run's accumulation."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from drafttrain.data.store import TokenStore
@@ -12,6 +12,7 @@ from drafttrain.losses import Objective
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.identity import COMPARED
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
+from drafttrain.tasks.lora_config import LoraConfig
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.optimizer import OptimizerConfig
 from drafttrain.tasks.speed_config import SpeedConfig
@@ -31,6 +32,7 @@ class Sections:
     speed: SpeedConfig
     on_policy: OnPolicyConfig | None = None
     """None trains on the stored answers."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @property
     def max_steps(self) -> int:
@@ -48,6 +50,7 @@ def recipe_facts(sections: Sections, store: TokenStore) -> dict[str, Any]:
         "optimizer": dataclasses.asdict(sections.optimizer),
         "checkpoint.start": sections.checkpoint.start,  # null and a checkpoint from before this key are the same
         "on_policy": _on_policy_facts(sections.on_policy),
+        "lora": None if sections.lora.rank is None else facts_of(sections.lora),
         "chats": {
             "count": len(store),
             "tokens": store.manifest.tokens,

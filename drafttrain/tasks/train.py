@@ -38,10 +38,12 @@ from drafttrain.losses import Objective
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.target.target import Target
+from drafttrain.tasks import lora as adapters
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.checkpoints import Saved, find_last, require_same_recipe
 from drafttrain.tasks.conductor import Conductor, Run
 from drafttrain.tasks.distill import DistillTask, Position, Setup
+from drafttrain.tasks.lora_config import LoraConfig
 from drafttrain.tasks.on_policy import OnPolicyTask
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.on_policy_start import drafts_of, find_prompts, require_refreshes, require_trained
@@ -88,11 +90,14 @@ def train(
     topology: Processes,
     speed: SpeedConfig | None = None,
     on_policy: OnPolicyConfig | None = None,
+    lora: LoraConfig | None = None,
 ) -> Path:
     """Trains until `trainer.max_steps` or a stop signal; see the top of this file. UserError for everything a user can mend."""
-    sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed or SpeedConfig(), on_policy)
+    speed, lora = speed or SpeedConfig(), lora or LoraConfig()
+    sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed, on_policy, lora)
     _check_trainer(trainer)
     require_whole_matrices(optimizer, trainer.get("strategy"))
+    lora.require_start(checkpoint.start)
     say = print if topology.rank == 0 else _say_nothing
     checkpoints = Path(run_folder) / "checkpoints"
     store = TokenStore.open(Path(run_folder) / "data" / "train")
@@ -124,12 +129,15 @@ def train(
         position = Position() if saved is None else saved.position
         if saved is not None:
             _say_resumed(saved, share, sections.max_steps, on_policy is not None, say)
-        size = sum(weight.numel() for weight in net.parameters())
-        say(f"parameters: {size:,} trained, {sum(weight.numel() for weight in model.model.parameters()):,} frozen in the target")
+        size = sum(weight.numel() for weight in net.parameters() if weight.requires_grad)
+        frozen = sum(weight.numel() for weight in net.parameters()) - size
+        in_drafter = f"{frozen:,} frozen in the drafter, " if frozen else ""
+        in_target = sum(weight.numel() for weight in model.model.parameters())
+        say(f"parameters: {size:,} trained, {in_drafter}{in_target:,} frozen in the target")
         if optimizer.muon_lr is not None:
             turned = sum(weight.numel() for weight in turned_by_muon(optimizer, net, token_sides(net)))
             say(f"Muon trains {turned:,} of {size:,} weights at {optimizer.muon_lr:g}, AdamW the others at {optimizer.lr:g}")
-        require_space(checkpoints, 4 * size * 8, "training (two resume states and two drafters)")
+        require_space(checkpoints, 4 * (size * 8 + frozen * 3), "training (two resume states and two drafters)")
         held_out = _held_out(Path(run_folder), model, checkpoint)
         run = Run(checkpoints, checkpoint, drafter, build, held_out, recipe)
         setup = Setup(model, net, objective, optimizer, share, data.seed, position, stop, sections.speed, data.feature_dtype)
@@ -197,6 +205,8 @@ def _begin(
         lines += start.fill(net)
         if rank == 0:
             keep_vocabulary(checkpoints, vocabulary)
+    if sections.lora.rank is not None:
+        lines += adapters.begin(net, sections.lora, drafter, target.identity, sections.data.seed, checkpoints, resumed, rank)
     for line in lines:
         say(line)
     return build, net

@@ -1,26 +1,46 @@
 """The drafter's whole weights, wherever the strategy keeps them.
 
 DDP holds the whole net in every process. DeepSpeed may hold bf16 copies of weights whose fp32 masters live in its optimizer, cut
-over the ranks (ZeRO-1, -2), or hold no whole weight anywhere (ZeRO-3). What is saved and measured is the fp32 master.
+over the ranks (ZeRO-1, -2), or hold no whole weight anywhere (ZeRO-3). What is saved and measured is the fp32 master, with adapters merged into
+what they adapt (lora.py).
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from drafttrain.drafters.base import DrafterNet
+from drafttrain.tasks.lora import ADAPTER
 from drafttrain.tasks.strategy import uses_deepspeed
 
 
 def whole_net(trainer, net: DrafterNet, build: Callable[[], DrafterNet]) -> DrafterNet:
-    """The net to save or to measure with: itself, or under DeepSpeed a twin in fp32. Called on every rank."""
-    return twin_of(net, build, whole_weights(trainer, net)) if uses_deepspeed(trainer.strategy) else net
+    """The net to save or to measure with: itself, or a twin in fp32 under DeepSpeed and where adapters are trained. Called on every rank."""
+    if net.adapters is None and not uses_deepspeed(trainer.strategy):
+        return net
+    return twin_of(net, build, whole_weights(trainer, net))
 
 
 def whole_weights(trainer, net: DrafterNet) -> dict[str, Tensor]:
     """The fp32 weights by name: the net's own, or what DeepSpeed keeps, on the CPU. A collective: every rank takes part."""
-    return _masters(net) if uses_deepspeed(trainer.strategy) else dict(net.named_parameters())
+    if net.adapters is not None:
+        return net.adapters.whole(trained_weights(trainer, net))
+    return _masters(trainer, dict(net.named_parameters()))
+
+
+def trained_weights(trainer, net: DrafterNet) -> dict[str, Tensor]:
+    """Those of them that are trained. A collective: every rank takes part."""
+    return _masters(trainer, {name: weight for name, weight in net.named_parameters() if weight.requires_grad})
+
+
+def adapter_files(trainer, net: DrafterNet) -> Callable[[Path], None] | None:
+    """Writes the adapters apart, into a drafter's folder; None where there are none. A collective: every rank takes part."""
+    if net.adapters is None:
+        return None
+    trained = trained_weights(trainer, net)
+    return lambda folder: net.adapters.save(folder / ADAPTER, trained)
 
 
 def twin_of(net: DrafterNet, build: Callable[[], DrafterNet], weights: Mapping[str, Tensor]) -> DrafterNet:
@@ -31,13 +51,15 @@ def twin_of(net: DrafterNet, build: Callable[[], DrafterNet], weights: Mapping[s
     return twin.to(net_device(net))
 
 
-def _masters(net: nn.Module) -> dict[str, Tensor]:
-    """fp32 weights gathered from DeepSpeed's optimizer, and frozen ones as they are. A collective: every rank takes part."""
+def _masters(trainer, weights: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The weights themselves, or under DeepSpeed what its optimizer keeps of them in fp32, and frozen ones as they are. A collective."""
+    if not uses_deepspeed(trainer.strategy):
+        return dict(weights)
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param
 
     found: dict[str, Tensor] = {}
-    for name, weight in net.named_parameters():
+    for name, weight in weights.items():
         master = safe_get_full_fp32_param(weight) if weight.requires_grad else None
         if master is None:
             with deepspeed.zero.GatheredParameters([weight]):
