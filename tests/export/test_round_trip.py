@@ -65,13 +65,13 @@ ENGINE_FIXED = {"eagle3 low-rank": {"head_rank": None}}
 CASES = [(name, asked, size) for name in DRAFTERS for asked in ASKED for size in (ONE_OF_FIVE_MISSING, FULL)]
 
 
-def net_for(target, name, size):
+def net_for(target, name, size, drafters=DRAFTERS):
     torch.manual_seed(0)
     ids = torch.arange(target.vocab)
     vocabulary = (
         DraftVocabulary(ids[ids % 5 != 4], target.vocab) if size == ONE_OF_FIVE_MISSING else DraftVocabulary(ids, target.vocab)
     )
-    return shaken(DRAFTERS[name].build(target, vocabulary))
+    return shaken(drafters[name].build(target, vocabulary))
 
 
 @torch.no_grad()
