@@ -291,6 +291,31 @@ def test_flags():
             pairs(rest)
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["inspect"], "inspect is first given PATH, folders of drafters or Hub ids, and got 0 of them"),
+        (["inspect", "a", "b"], "and got 2 of them: python -m drafttrain inspect PATH [--target TARGET]."),
+        (["compare", "a"], "compare is first given A and B, folders of drafters or Hub ids, and got 1 of them"),
+        (["compare", "--json", "x", "a", "b"], "got 0 of them"),
+        (["inspect", "a", "--export.dtype", "float32"], "inspect reads no recipe, so --export.dtype means nothing to it"),
+        (["compare", "a", "b", "--validate.drafts", "2"], "--validate.drafts is a key of a recipe, and none is given"),
+        (["compare", "a", "b", "--config", "none.yaml"], "none.yaml"),
+    ],
+)
+def test_commands_that_are_given_folders_say_how(capsys, command, words):
+    assert main(command) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_their_help(capsys):
+    for command, flag in (("inspect", "--target"), ("compare", "--json")):
+        assert main([command, "--help"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"usage: python -m drafttrain {command} ") and flag in out
+        assert main(["--help"]) == 0 and f"\n  {command}" in capsys.readouterr().out
+
+
 # ---- launch/pipeline.sh ------------------------------------------------------------------------------------------------
 
 

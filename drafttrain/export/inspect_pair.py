@@ -1,5 +1,6 @@
 """Two folders of drafters side by side: what their configurations say differently, and their tensors."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,4 +56,5 @@ def _told(tensor: Tensor | None) -> str:
 def _gap(x: Tensor | None, y: Tensor | None) -> float | None:
     if x is None or y is None or x.shape != y.shape or not x.numel():
         return None
-    return float((x.double() - y.double()).abs().max())
+    gap = float((x.double() - y.double()).abs().max())
+    return gap if math.isfinite(gap) else None

@@ -145,12 +145,12 @@ def _outlined(reading: Reading, drafter: str, options: dict[str, Any], sizes: di
 
 def outline(sizes: Mapping[str, Any], layers: int) -> Target:
     """A target without weights that has the sizes of a drafter's block."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # whose heads need not divide the width
 
     known = {key: value for key, value in sizes.items() if value is not None}
-    model_config = LlamaConfig(num_hidden_layers=layers, **known)
+    model_config = Qwen3Config(num_hidden_layers=layers, **known)
     with torch.device("meta"):
-        model = LlamaForCausalLM(model_config)
+        model = Qwen3ForCausalLM(model_config)
     identity = Identity("", "", "", "", "", layers, sizes["hidden_size"], sizes["vocab_size"])
     return Target(model, SimpleNamespace(tokenizer=None), identity, ())  # type: ignore[arg-type]
 

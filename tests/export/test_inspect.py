@@ -1,6 +1,7 @@
 """`drafttrain inspect`: what it says of sound folders, ours and others', of a folder that is not for the target at hand, and how it ends."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from drafters.test_faces import DRAFTERS, net_for
+from drafters.test_measured import EAGLE3
 from drafters.test_published import PUBLISHED, source, write
 from drafters.test_published_blocks import PUBLISHED as PUBLISHED_BLOCKS
 from safetensors.torch import save_file
@@ -23,6 +25,7 @@ from drafttrain.export.export import export_drafter
 from drafttrain.export.inspect import inspect_folder
 from drafttrain.export.inspect_target import read_target
 from drafttrain.export.registry import FORMATS
+from export.hub_standin import HubStandin, Repo
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -120,6 +123,24 @@ def test_a_language_model_drafts_by_itself(target_folders):
     lines = said(target_folders("llama"))
     assert lines["what"] == "a language model of its own" and "320 tokens" in lines["says"]
     assert all(word in lines["loaded by"] for word in ("assistant_model", "method draft_model", "STANDALONE"))
+
+
+def test_a_block_of_sizes_of_its_own(tmp_path):
+    """Heads that do not divide the width, which Llama's own configuration refuses."""
+    fields, tensors = EAGLE3 | {"num_attention_heads": 3}, {}
+    shapes = {"fc.weight": (32, 96), "norm.weight": (32,), "lm_head.weight": (70, 32)}
+    shapes |= {f"midlayer.{name}.weight": (32,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    shapes |= {
+        f"midlayer.self_attn.{name}_proj.weight": size
+        for name, size in {"q": (36, 64), "k": (12, 64), "v": (12, 64), "o": (32, 36)}.items()
+    }
+    shapes |= {
+        f"midlayer.mlp.{name}_proj.weight": size for name, size in {"gate": (40, 32), "up": (40, 32), "down": (32, 40)}.items()
+    }
+    tensors = {name: torch.randn(size) for name, size in shapes.items()} | {"d2t": torch.arange(70) * 3}
+    assert not inspect_folder(str(write(tmp_path, fields, tensors))).faults
+    (fault,) = inspect_folder(str(write(tmp_path, fields | {"head_dim": 8}, {**tensors, "midlayer.self_attn.q_proj.weight": torch.randn(24, 64), "midlayer.self_attn.k_proj.weight": torch.randn(8, 64), "midlayer.self_attn.v_proj.weight": torch.randn(8, 64)}))).faults  # fmt: skip
+    assert "o_proj.weight is [32, 36] instead of [32, 24]" in fault
 
 
 # ---- others' faults ----------------------------------------------------------------------------------------------------------
@@ -284,6 +305,25 @@ def test_an_id_that_cannot_be_had(monkeypatch, capsys):
         capsys.readouterr().err
         == "error: the drafter is ./nothing, but there is no such folder; give an existing folder or a Hub id (owner/name).\n"
     )
+
+
+@pytest.mark.slow
+def test_a_folder_of_the_hub(tiny_llama, tmp_path):
+    """Fetched by its id: our record and the index of its shards too, whatever else lies there."""
+    folder = export(tiny_llama, "eagle3", tmp_path / "export")
+    files = {path.name: path.read_bytes() for path in folder.iterdir()} | {"training_args.bin": b"pickle"}
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode()
+    env = os.environ | {"HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_TOKEN"):
+        env.pop(name, None)
+    command = [sys.executable, "-m", "drafttrain", "inspect", "me/eagle3"]
+    with HubStandin({}) as hub:
+        hub.repos["me/eagle3"] = Repo(private=False, files=files, large={"model.safetensors"})
+        done = subprocess.run(command, env=env | {"HF_ENDPOINT": hub.endpoint}, cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 2 and "drafttrain's form eagle3" in done.stdout and "training_args" not in done.stdout
+    assert "names gone.safetensors, which is not there" in done.stderr
+    again = subprocess.run(command, env=env | {"HF_HUB_OFFLINE": "1"}, cwd=ROOT, text=True, capture_output=True)
+    assert (again.returncode, again.stdout) == (2, done.stdout)
 
 
 def test_a_pickle_beside_safetensors_is_named_and_left_alone(tiny_llama, tmp_path):

@@ -1,0 +1,190 @@
+"""`drafttrain compare`: intervals against a plain loop over draws, tables against what was changed, and the command from a recipe to its JSON."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from drafters.test_faces import DRAFTERS, net_for
+from drafters.test_published import PUBLISHED, source, write
+from safetensors.torch import load_file, save_file
+from test_cli import recipe_text
+from tiny_run import make_run
+
+from drafttrain.cli import main
+from drafttrain.decoding.engine import generate
+from drafttrain.decoding.measure import count
+from drafttrain.decoding.propose_chain import ChainProposer
+from drafttrain.drafters.save import save_drafter
+from drafttrain.errors import UserError
+from drafttrain.export.config import ExportConfig
+from drafttrain.export.export import export_drafter
+from drafttrain.export.inspect import inspect_folder
+from drafttrain.export.inspect_pair import config_differences, tensor_rows
+from drafttrain.types import Request
+from drafttrain.validation.compare import AT_ONCE, DRAWS, compare_tau, estimates
+
+REQUESTS = [Request(f"p{i}", tuple(range(5 + i, 14 + 2 * i)), 16) for i in range(5)]
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------------------
+
+
+def test_intervals_equal_a_plain_loop_over_the_same_draws():
+    """tau pooled over each draw, the ratio of both on one draw, and the 2.5th and 97.5th of them."""
+    g = torch.Generator().manual_seed(3)
+    rounds = torch.randint(5, 40, (9,), generator=g)
+    a, b = (torch.stack([(rounds * share).long(), rounds], 1).double() for share in (1.7, 2.1))
+    b[:, 0] += torch.arange(9)
+    got = estimates(a, b)
+    g = torch.Generator().manual_seed(0)
+    drawn: list[list[float]] = [[], [], []]
+    for _ in range(DRAWS // AT_ONCE):
+        for chosen in torch.randint(9, (AT_ONCE, 9), generator=g).tolist():
+            taus = [1 + sum(float(x[p, 0]) for p in chosen) / sum(float(x[p, 1]) for p in chosen) for x in (a, b)]
+            for kept, value in zip(drawn, (*taus, taus[1] / taus[0]), strict=True):
+                kept.append(value)
+    for estimate, values in zip(got, drawn, strict=True):
+        ordered = sorted(values)
+        assert estimate.low == pytest.approx(ordered[int(0.025 * DRAWS)], abs=2e-3)
+        assert estimate.high == pytest.approx(ordered[int(0.975 * DRAWS)], abs=2e-3)
+    assert got[0].value == pytest.approx(float(1 + a[:, 0].sum() / a[:, 1].sum()))
+    assert got[2].value == pytest.approx(got[1].value / got[0].value)
+
+
+def test_what_is_common_to_both_does_not_widen_the_ratio():
+    """B keeps a fifth more than A on every prompt, hard or easy: the ratio is sure where each tau is not."""
+    easy = torch.tensor([[90.0, 30], [5, 30], [60, 30], [10, 30]], dtype=torch.float64)
+    a, b, ratio = estimates(easy, easy + torch.tensor([6.0, 0], dtype=torch.float64))
+    assert a.high - a.low > 1 and ratio.high - ratio.low < 0.15 and ratio.low > 1
+
+
+def test_both_are_measured_as_the_engine_counts_alone(tiny_llama):
+    nets = [net_for(tiny_llama, DRAFTERS[name]) for name in ("eagle3", "dflash")]
+    found = compare_tau(tiny_llama, *nets, REQUESTS, drafts=3, slots=2)
+    for net, estimate in zip(nets, (found.a, found.b), strict=True):
+        alone = count(generate(tiny_llama, REQUESTS, proposer=ChainProposer(net, 3), slots=2), 3)
+        assert estimate.value == pytest.approx(alone.tau) and estimate.low <= alone.tau <= estimate.high
+    assert found.prompts == 5 and found.drafts == 3 and not found.unequal
+    with pytest.raises(UserError, match="validate.drafts asks for 9 drafts"):
+        compare_tau(tiny_llama, *nets, REQUESTS, drafts=9, slots=2)
+
+
+def test_a_drafter_beside_itself_is_as_good(tiny_llama):
+    net = net_for(tiny_llama, DRAFTERS["medusa"])
+    ratio = compare_tau(tiny_llama, net, net, REQUESTS, drafts=3, slots=5).ratio
+    assert (ratio.value, ratio.low, ratio.high) == (1, 1, 1)
+
+
+# ---- configuration and tensors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(tiny_llama, tmp_path):
+    """An export, and a copy of it that is changed in a few places."""
+    export_drafter(net_for(tiny_llama, DRAFTERS["eagle3"]), tiny_llama, tmp_path / "a", ExportConfig(dtype="float32"), None)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    config["eagle_config"]["use_aux_hidden_state"] = None
+    del config["norm_output"]
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config | {"rope_theta": 7.0, "more": 1}))
+    tensors = load_file(tmp_path / "b" / "model.safetensors")
+    tensors["fc.weight"] = tensors["fc.weight"] + torch.eye(32, 96) * 0.5
+    tensors["norm.weight"] = tensors["norm.weight"][:16].clone()
+    tensors["extra"] = tensors.pop("lm_head.weight").half()
+    save_file(tensors, tmp_path / "b" / "model.safetensors")
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_every_difference_and_nothing_else(pair):
+    a, b = (inspect_folder(str(folder)) for folder in pair)
+    assert config_differences(a, b) == [
+        ("rope_theta", 10000.0, 7.0),
+        ("eagle_config.use_aux_hidden_state", True, None),
+        ("norm_output", False, None),
+        ("more", None, 1),
+    ]
+    rows = {name: tuple(rest) for name, *rest in tensor_rows(a, b)}
+    assert rows.keys() == a.folder.tensors.keys() | b.folder.tensors.keys()
+    assert rows["fc.weight"] == ("[32, 96] float32", "[32, 96] float32", pytest.approx(0.5))
+    assert rows["norm.weight"] == ("[32] float32", "[16] float32", None)
+    assert rows["lm_head.weight"] == ("[256, 32] float32", "-", None) and rows["extra"] == ("-", "[256, 32] float16", None)
+    assert all(
+        gap == 0.0 for name, (_, _, gap) in rows.items() if name not in ("fc.weight", "norm.weight", "lm_head.weight", "extra")
+    )
+
+
+def test_numbers_that_are_not_finite_are_a_difference(pair):
+    tensors = load_file(pair[1] / "model.safetensors")
+    tensors["fc.weight"][0, 0] = float("nan")
+    save_file(tensors, pair[1] / "model.safetensors")
+    rows = tensor_rows(*(inspect_folder(str(folder)) for folder in pair))
+    assert {name: gap for name, _, _, gap in rows}["fc.weight"] is None
+
+
+def test_a_checkpoint_beside_an_export_is_compared_by_what_both_record(tiny_llama, tmp_path, capsys):
+    net = net_for(tiny_llama, DRAFTERS["eagle3"])
+    save_drafter(tmp_path / "best", net, net.config, tiny_llama.identity, {})
+    other = net_for(tiny_llama, DRAFTERS["eagle3.1"])
+    export_drafter(other, tiny_llama, tmp_path / "export", ExportConfig(), None)
+    found = config_differences(*(inspect_folder(str(tmp_path / name)) for name in ("best", "export")))
+    assert {name for name, _, _ in found} == {"init_args.fc_norm", "init_args.norm_output"}
+    assert main(["compare", str(tmp_path / "best"), str(tmp_path / "export")]) == 0
+    out = capsys.readouterr().out
+    assert "init_args.fc_norm" in out and "fc_norm.0.weight" in out and "bfloat16" in out
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tiny_llama, target_folders, tmp_path):
+    """(flags, a checkpoint, an export of it, another drafter as somebody published it): a run with held-out prompts."""
+    make_run(tmp_path / "runs" / "tiny", tiny_llama)
+    (tmp_path / "prompts.jsonl").write_text("")
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(recipe_text(target_folders("llama"), tmp_path / "prompts.jsonl"))
+    net = net_for(tiny_llama, DRAFTERS["eagle3"])
+    save_drafter(tmp_path / "best", net, net.config, tiny_llama.identity, {})
+    export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(dtype="float32"), None)
+    config, make, _ = PUBLISHED["eagle3"]
+    write(tmp_path / "published", *make(source(tiny_llama, config)))
+    flags = ["--config", str(recipe), "--runs", str(tmp_path / "runs")]
+    return flags, *(str(tmp_path / name) for name in ("best", "export", "published"))
+
+
+def test_with_a_recipe_both_are_measured_and_the_json_says_the_same(run, tmp_path, capsys):
+    flags, best, export, published = run
+    assert main(["compare", best, published, *flags, "--validate.drafts", "3", "--json", str(tmp_path / "out.json")]) == 0
+    out, told = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    assert told["a"] == best and told["b"] == published and told["tau"]["drafts"] == 3 and told["tau"]["prompts"] == 4
+    for name in ("a", "b", "ratio"):
+        low, value, high = (told["tau"][name][key] for key in ("low", "value", "high"))
+        assert low <= value <= high and f"{value:.3f} ({low:.3f} to {high:.3f})" in out
+    assert told["tau"]["ratio"]["value"] == pytest.approx(told["tau"]["b"]["value"] / told["tau"]["a"]["value"])
+    assert (
+        not told["faults"]["a"] and "B has a fault: max_position_embeddings is missing" in out and len(told["faults"]["b"]) == 1
+    )
+    assert {row["name"] for row in told["tensors"]} >= {"fc.weight", "d2t"}
+
+
+def test_an_export_is_as_good_as_what_it_was_made_of(run, capsys):
+    flags, best, export, _ = run
+    assert main(["compare", best, export, *flags]) == 0
+    out = capsys.readouterr().out
+    assert "B / A  1.000 (1.000 to 1.000)" in out and "configurations say the same" in out and "note: answers differ" not in out
+    assert "fc.weight" not in out  # the same, number for number
+
+
+def test_a_folder_that_cannot_be_read_stops_the_measuring_alone(run, tmp_path, capsys):
+    flags, best, export, _ = run
+    (tmp_path / "export" / "config.json").write_text("{")
+    assert main(["compare", best, export, *flags]) == 2
+    seen = capsys.readouterr()
+    assert "B has a fault: config.json is not JSON" in seen.out and "config.json is damaged" in seen.err
+
+
+def test_without_held_out_prompts_the_stage_that_makes_them_is_named(run, tmp_path, capsys):
+    flags, best, export, _ = run
+    assert main(["compare", best, export, *flags[:2], "--runs", str(tmp_path / "elsewhere")]) == 2
+    assert "data_prep" in capsys.readouterr().err
