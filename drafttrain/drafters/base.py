@@ -47,9 +47,8 @@ class DrafterConfig:
             raise UserError(f"drafter.init_args.least_coverage is {self.least_coverage}, but is a share between 0 and 1.")
         if size is None or size == "best":
             return
-        if not (
-            0 < size <= 1 if isinstance(size, float) else size >= 2
-        ):  # a head of one token is always right, and learns nothing
+        # A head of one token is always right, and learns nothing.
+        if not (0 < size <= 1 if isinstance(size, float) else size >= 2):
             raise UserError(
                 f"drafter.init_args.draft_vocab is {size}, but must be a number of tokens (at least 2), a share of the answers to cover "
                 "(above 0, up to 1.0), best, or null for the full vocabulary."
