@@ -71,11 +71,10 @@ class TrainingState:
                 f"export.checkpoint is {where}, but nothing is there; set it to best, last, or the path of a drafter, of a step of training "
                 "(checkpoints/last/step_...), of a Lightning checkpoint or of a DeepSpeed folder."
             )
-        facts = {}
-        if (place / FACTS).exists():
-            facts, place = read_json(place / FACTS, "the checkpoint"), place / STATE
-        elif (place.parent / FACTS).exists():
-            facts = read_json(place.parent / FACTS, "the checkpoint")
+        home = next((folder for folder in (place, *place.parents[:2]) if (folder / FACTS).is_file()), None)
+        facts = {} if home is None else read_json(home / FACTS, "the checkpoint")
+        if place == home:
+            place = place / STATE
         if not place.exists():
             raise _interrupted(where)
         if not pickles and not place.resolve().is_relative_to(checkpoints.resolve()):
