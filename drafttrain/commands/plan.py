@@ -12,6 +12,7 @@ from data_prep.config import PrepareConfig
 from drafttrain.commands.plan_adapt import adapted
 from drafttrain.commands.plan_checks import refused_by_bench, require_room, unmeant
 from drafttrain.commands.plan_export import exported
+from drafttrain.commands.plan_lora import learner_of
 from drafttrain.commands.plan_on_policy import (
     Prompts,
     device_parts,
@@ -57,6 +58,7 @@ def run(recipe: Recipe, options: Options) -> None:
     """Print the plan. Raises UserError for everything that `train` would refuse before it loads anything."""
     topology = read_topology(recipe.trainer.get("strategy"))
     require_whole_matrices(recipe.optimizer, recipe.trainer.get("strategy"))
+    recipe.lora.require_start(recipe.checkpoint.start)
     trainer_arguments(recipe.trainer, options.run.logs)
     print(dump_yaml(recipe.plain()))
     for line in arithmetic(recipe, options.run, topology):
@@ -103,10 +105,12 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     yield from taught(target, net, vocabulary, recipe.objective)
     yield from refused_by_bench(recipe.bench, net)
     yield from adapted(recipe)
-    yield from _disk(recipe, store, target, net)
+    learner, said = learner_of(recipe, target, net)
+    yield from said
+    yield from _disk(recipe, store, target, net, learner)
     if prompts is not None:
         yield from kept(recipe, topology, target, net, prompts, start_tau(recipe))
-    yield from _device(recipe, topology, target, net, prompts)
+    yield from _device(recipe, topology, target, net, learner, prompts)
     if store is not None and recipe.data.features == "stored":
         if store.manifest.taps is None:
             yield f"{store.folder}/ holds no features yet: run data_prep before training"
@@ -174,14 +178,17 @@ def _steps(recipe: Recipe, store: TokenStore | None, topology: Topology, positio
     return plan_arithmetic(RowPlan(read_chats(store, min(data.length, positions)), data.length, data.seed), share, steps)
 
 
-def _disk(recipe: Recipe, store: TokenStore | None, target: Target, net: DrafterNet) -> list[str]:
-    """Bytes of features, checkpoints and export."""
-    trained, state = _size(net), _optimizer(recipe, net)[1]
-    lines = [f"parameters: {trained:,} trained, {_size(target.model):,} frozen in the target"]
+def _disk(recipe: Recipe, store: TokenStore | None, target: Target, net: DrafterNet, learner: DrafterNet) -> list[str]:
+    """Bytes of features, checkpoints and export. `learner`: the net with what is trained, adapters or itself."""
+    trained, state = _trained(learner), _optimizer(recipe, learner)[1]
+    frozen = _size(learner) - trained
+    in_drafter = f"{frozen:,} frozen in the drafter, " if frozen else ""
+    lines = [f"parameters: {trained:,} trained, {in_drafter}{_size(target.model):,} frozen in the target"]
     lines.append(f"disk, features: {_features(recipe, store, target, net)}")
-    resume, drafter = human_bytes(4 * trained + state), human_bytes(4 * trained)
+    resume, drafter = human_bytes(4 * trained + state), human_bytes(4 * _size(net))
+    apart = f" and {human_bytes(4 * trained)} of adapters beside it" if frozen else ""
     export, warnings = exported(target, net, recipe.export)
-    lines.append(f"disk, checkpoints: {resume} to resume, {drafter} a drafter; export: {export}")
+    lines.append(f"disk, checkpoints: {resume} to resume, {drafter} a drafter{apart}; export: {export}")
     return lines + warnings
 
 
@@ -209,14 +216,15 @@ def _features(recipe: Recipe, store: TokenStore | None, target: Target, net: Dra
     return f"at most {tokens:,} tokens x {each} = at most {human_bytes(tokens * (taps + 1) * vector)}"
 
 
-def _device(recipe: Recipe, topology: Topology, target: Target, net: DrafterNet, prompts: Prompts | None) -> list[str]:
-    """Bytes that stay on each device; activations come on top. `prompts`: None where no rollouts are made."""
+def _device(
+    recipe: Recipe, topology: Topology, target: Target, net: DrafterNet, learner: DrafterNet, prompts: Prompts | None
+) -> list[str]:
+    """Bytes that stay on each device; activations come on top. `prompts`: None where no rollouts are made; `learner` as `_disk` says."""
     stage = _zero_stage(recipe.trainer.get("strategy"))
-    trained = _size(net)
     size = 2 if recipe.target.dtype == "bfloat16" else 4
     # What is kept, its bytes, and from which ZeRO stage on it is divided among the processes (there is no stage 4).
-    parts = [("target", _size(target.model) * size, 3), ("drafter", trained * 4, 3), ("gradients", trained * 4, 2)]
-    parts.append((*_optimizer(recipe, net), 1))
+    parts = [("target", _size(target.model) * size, 3), ("drafter", _size(learner) * 4, 3)]
+    parts += [("gradients", _trained(learner) * 4, 2), (*_optimizer(recipe, learner), 1)]
     if not net.words and not net.vocabulary.is_full:
         parts.append(("head for the draft vocabulary", len(net.vocabulary.ids) * target.hidden * size, 4))
     if prompts is not None:
@@ -237,7 +245,7 @@ def _device(recipe: Recipe, topology: Topology, target: Target, net: DrafterNet,
 
 def _optimizer(recipe: Recipe, net: DrafterNet) -> tuple[str, int]:
     """Who steps the weights, and the bytes that it keeps about them."""
-    trained, turned = _size(net), sum(weight.numel() for weight in turned_by_muon(recipe.optimizer, net, token_sides(net)))
+    trained, turned = _trained(net), sum(weight.numel() for weight in turned_by_muon(recipe.optimizer, net, token_sides(net)))
     return "Muon and Adam" if turned else "Adam", turned * MUON_BYTES + (trained - turned) * ADAM_BYTES
 
 
@@ -277,3 +285,7 @@ def _most_tokens(prepare: PrepareConfig) -> int | None:
 
 def _size(module: nn.Module) -> int:
     return sum(weight.numel() for weight in module.parameters())
+
+
+def _trained(module: nn.Module) -> int:
+    return sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
