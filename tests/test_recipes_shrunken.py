@@ -77,6 +77,8 @@ def trained(request, tmp_path, folders):
 def two_steps(path: Path, runs: Path, target_folder: Path):
     """As `trained` says."""
     changed = smaller(load_recipe([path])[0], target_folder)
+    if load_recipe([path])[0].lora.rank is not None:
+        pytest.importorskip("peft")
     first = started_from(path)
     if first is not None:
         began = two_steps(first, runs, target_folder)[-1]
@@ -138,8 +140,9 @@ def test_two_steps_an_export_and_its_drafts(trained):
     newest, record = load_drafter(run / "checkpoints" / "last_drafter", target)
     assert record["facts"]["position"]["step"] == 2
     before = beginning(recipe, target, newest.vocabulary)
-    still = [name for name, weight in newest.state_dict().items() if torch.equal(weight, before[name])]
-    assert not still  # every weight learnt something
+    still = {name for name, weight in newest.state_dict().items() if torch.equal(weight, before[name])}
+    frozen = set() if recipe.lora.rank is None else {name for name in before if "norm" in name or name in newest.words}
+    assert still == frozen  # every weight learnt something
     net, record = load_drafter(run / "checkpoints" / "best", target)
     assert net.config == recipe.drafter
     assert record["facts"]["position"]["step"] == 2
