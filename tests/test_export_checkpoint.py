@@ -101,6 +101,17 @@ def test_the_words_of_its_head_are_chosen_as_training_did_where_no_drafter_was_s
     assert torch.equal(load_file(made[1] / "tiny" / "export" / "model.safetensors")["d2t"], words)
 
 
+def test_the_words_of_its_head_are_read_from_the_run_that_it_lies_in(made):
+    """The recipe's own run has neither data nor a drafter."""
+    other = (made[1] / "tiny").rename(made[1] / "other")
+    shutil.rmtree(other / "data")
+    where = next((other / "checkpoints" / "last").iterdir())
+    assert export(made, "--checkpoint", where, "--export.pickle", "true") == 0
+    wanted = load_file(other / "checkpoints" / "last_drafter" / "drafter.safetensors")
+    assert same(exported(made), {name: value for name, value in wanted.items() if name != "d2t"})
+    assert torch.equal(load_file(made[1] / "tiny" / "export" / "model.safetensors")["d2t"], wanted["d2t"])
+
+
 def test_an_interrupted_state_is_refused_by_name(made, capsys):
     writing = step(made).with_name("writing_00000006")
     shutil.copytree(step(made), writing)

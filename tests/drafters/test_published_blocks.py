@@ -74,6 +74,22 @@ def test_it_comes_back_as_it_is(published, tiny_llama):
     assert_same(net, old, tiny_llama)
 
 
+def test_a_p_eagle_drafts_as_many_tokens_as_its_folder_says(tiny_llama, tmp_path):
+    """Else as many as the recipe says of a P-EAGLE, and else as many as one usually does."""
+    said, silent = (
+        write(tmp_path / name, *build(source(tiny_llama, DEEP)))
+        for name, build in (("said", builders.speculators_p_eagle), ("silent", builders.vllm_p_eagle))
+    )
+    cases = (
+        (said, Eagle3(), 4),
+        (said, replace(DEEP, depth=6), 4),
+        (silent, replace(DEEP, depth=6), 6),
+        (silent, Eagle3(), PEagle().depth),
+    )
+    for folder, like, depth in cases:
+        assert AsPublished.open(str(folder), False, like, tiny_llama).build()[0].deepest == depth
+
+
 def bent(name, tiny_llama, folder, **changes):
     """The folder of a case, with other fields: nested ones as dflash_config={...}."""
     config, build, _ = PUBLISHED[name]
