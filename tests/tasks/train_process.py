@@ -60,14 +60,45 @@ def allow_deepspeed_on_cpu() -> None:
     strategies.DeepSpeedStrategy.root_device = property(lambda self: torch.device("cpu", 0))
 
 
-if __name__ == "__main__":
+class Seen(pl.Callback):
+    """Which texts were trained, by the tokens that this process read: a line of RUN/seen_RANK.jsonl for each micro-batch of a step that was done."""
+
+    def __init__(self, run: Path):
+        self.run = run
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        texts = []
+        for ids_T, document_T in zip(batch.sequences.ids_BT, batch.sequences.document_BT, strict=True):
+            texts.append([ids_T[document_T == d].tolist() for d in range(int(document_T.max()) + 1)])
+        step = task.position.step + (not batch.last)  # behind the last micro-batch of a step it is counted already
+        with open(self.run / f"seen_{trainer.global_rank}.jsonl", "a") as file:
+            file.write(json.dumps({"step": step, "micro": batch.micro, "rank": trainer.global_rank, "rows": texts}) + "\n")
+
+
+class StopAt(pl.Callback):
+    """The rank with the highest number gets SIGTERM, so that this many steps are done."""
+
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        last = trainer.global_rank == trainer.world_size - 1
+        if last and batch.micro == 0 and task.position.step == self.steps - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main(run: Path, target: Path, sections: dict, tell: tuple[int, int] | None = None, stop_at: int | None = None) -> None:
+    """Trains in this process, with the sections of tiny_run."""
     torch.set_num_threads(1)
-    run, target, changes, *tell = sys.argv[1:]
-    sections = json.loads(changes)
-    told = [TellOne(*map(int, tell))] if tell else []
-    sections["trainer"]["callbacks"] = [Norms(Path(run) / "norms.json"), *told]
+    told = [TellOne(*tell)] if tell else [StopAt(stop_at)] if stop_at else []
+    sections["trainer"]["callbacks"] = [Norms(run / "norms.json"), Seen(run), *told]
     strategy, gpus = sections["trainer"].get("strategy"), 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else None
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         allow_deepspeed_on_cpu()
         strategy = None  # our own check would refuse it too
-    start(Path(run), Path(target), topology=read_topology(strategy, gpus=gpus), **sections)
+    start(run, target, topology=read_topology(strategy, gpus=gpus), **sections)
+
+
+if __name__ == "__main__":
+    run, target, changes, *tell = sys.argv[1:]
+    main(Path(run), Path(target), json.loads(changes), tuple(map(int, tell)) or None)  # type: ignore[arg-type]
