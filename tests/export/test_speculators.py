@@ -207,6 +207,9 @@ def test_config_json_by_hand(tiny_llama, tmp_path):
         "architectures": ["DSparkSpeculator"], "sample_from_anchor": True, "markov_rank": 6, "markov_head_type": "vanilla",
         "enable_confidence_head": True, "confidence_head_with_markov": True,
     }  # fmt: skip
+    exported(tiny_llama, tmp_path / "headless", replace(DSPARK, confidence=False), None)
+    headless, whole = config_of(tmp_path / "headless"), config_of(tmp_path / "dspark")
+    assert headless == whole | {"enable_confidence_head": False, "confidence_head_with_markov": False}
     exported(tiny_llama, tmp_path / "dflash2", DFLASH2, None)
     assert config_of(tmp_path / "dflash2") == block | frame("dflash2", 4) | {
         "architectures": ["DFlash2DraftModel"], "sample_from_anchor": False, "conv_kernel_size": 2, "conv_group_size": 8,
