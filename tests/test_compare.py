@@ -134,6 +134,15 @@ def test_a_checkpoint_beside_an_export_is_compared_by_what_both_record(tiny_llam
     assert "init_args.fc_norm" in out and "fc_norm.0.weight" in out and "bfloat16" in out
 
 
+def test_shapes_in_our_own_config_are_left_to_the_tensors(tiny_llama, tmp_path):
+    found = []
+    for name in ("medusa", "medusa own heads"):
+        export_drafter(net_for(tiny_llama, DRAFTERS[name]), tiny_llama, tmp_path / name, ExportConfig(format="native"), None)
+        found.append(inspect_folder(str(tmp_path / name)))
+    assert {name for name, _, _ in config_differences(*found)} == {"init_args.layers", "init_args.own_heads"}
+    assert ("lm_head.weight", "-", "[256, 128] bfloat16", None) in tensor_rows(*found)
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------------------
 
 
