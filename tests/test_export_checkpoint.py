@@ -164,6 +164,9 @@ def test_a_state_without_a_drafter_or_of_another_one(made, tmp_path, capsys):
     assert "holds no drafter that drafttrain trained (but model.layers.0.weight)" in refused(
         made, capsys, "--checkpoint", tmp_path / "other.ckpt", *word
     )
+    torch.save({"state_dict": {"net.fc.lora_A.default.weight": torch.ones(2, 2)}}, tmp_path / "lora.ckpt")
+    text = refused(made, capsys, "--checkpoint", tmp_path / "lora.ckpt", *word)
+    assert "holds LoRA's adapters" in text and "checkpoints/last_drafter, which is as new" in text
     shutil.copy(step(made) / "state", tmp_path / "theirs.ckpt")
     changed = ("--drafter.init_args.fc_norm", "true")
     text = refused(made, capsys, "--checkpoint", tmp_path / "theirs.ckpt", *word, *changed)

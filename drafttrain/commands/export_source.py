@@ -42,6 +42,11 @@ def load_source(source: Path | TrainingState, recipe: Recipe, run: Run, target: 
         return net, record["facts"]
     _require_same(source, recipe, target)
     weights = source.weights()
+    if any(".lora_" in name for name in weights):
+        raise UserError(
+            f"export.checkpoint {source.where} holds LoRA's adapters, which are merged in the drafters that training saves; set it to best, or to the path "
+            "of checkpoints/last_drafter, which is as new."
+        )
     net = recipe.drafter.build(target, _vocabulary(source, recipe, run, target))
     own = net.state_dict()
     faults = [f"{name} is missing" for name in sorted(own.keys() - weights.keys())]
