@@ -25,7 +25,7 @@ from torch.nn.functional import linear, pad
 from drafttrain.drafters.base import DrafterConfig, DrafterNet, Needs
 from drafttrain.drafters.block import BlockAttention
 from drafttrain.drafters.decoder import DecoderShape, RMSNorm
-from drafttrain.drafters.language_model import Checkpoint, LanguageModel, first_token, meta
+from drafttrain.drafters.language_model import Checkpoint, LanguageModel, first_token
 from drafttrain.drafters.p_eagle import FurtherLayer, _attend_depths
 from drafttrain.drafters.tree_state import ContextState, TreeState, last_of
 from drafttrain.errors import UserError
@@ -37,7 +37,7 @@ from drafttrain.types import Drafted, Features, Layout, Sequences
 from drafttrain.vocab import DraftVocabulary
 
 SPREAD = 0.02
-"""Standard deviation of fresh weights, as language models begin."""
+"""Standard deviation of fresh weights."""
 SIZES = ("layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "tied", "qk_norm")
 
 
@@ -92,17 +92,20 @@ class Independent(DrafterConfig):
         return ()
 
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "IndependentNet":
-        """A fresh net, or the model named. UserError where that is not to be had, or has other tokens than the target."""
-        begins = first_token(target)
-        if self.model is None:
-            net = IndependentNet(self, self._fresh(target), DecoderShape.of(target), vocabulary, begins)
-            for weight in net.parameters():
-                if weight.dim() > 1:
-                    nn.init.normal_(weight, std=SPREAD)
-            return net.to(target.device)
-        start = Checkpoint.open(self.model, target)
-        net = IndependentNet(self, start.sizes, DecoderShape.of(target), DraftVocabulary.full(target.vocab), begins)
-        if not meta(target):
+        """A fresh net, or the model named. UserError where that is not to be had, or has other tokens than the target; and for a part of the
+        vocabulary where one table is both embedding and head."""
+        start = None if self.model is None else Checkpoint.open(self.model, target)
+        sizes = self._fresh(target) if start is None else start.sizes
+        if sizes.tied and not vocabulary.is_full:
+            raise UserError(
+                "drafter.init_args.draft_vocab asks for a part of the tokens, but this drafter speaks with its table of all of them (tied); set "
+                "draft_vocab to null" + (", or tied to false." if start is None else ", or give a model with a head of its own.")
+            )
+        said = vocabulary if start is None else DraftVocabulary.full(target.vocab)
+        net = IndependentNet(self, sizes, DecoderShape.of(target), said, first_token(target))
+        if start is None:
+            net.begin_anew()
+        elif target.device.type != "meta":
             net.load_state_dict(start.weights(net.state_dict()))
         net.cut(vocabulary)
         return net.to(target.device)
@@ -171,9 +174,15 @@ class IndependentNet(DrafterNet):
         self.rotary = Rotary(own.head_dim, own.max_positions, own.rope_parameters)
         self.take_vocabulary(vocabulary)
 
+    def begin_anew(self) -> None:
+        """Fresh weights, as language models begin."""
+        for weight in self.parameters():
+            if weight.dim() > 1:
+                nn.init.normal_(weight, std=SPREAD)
+
     def cut(self, vocabulary: DraftVocabulary) -> None:
-        """Of a net that says all tokens: say these alone."""
-        if not self.sizes.tied and not vocabulary.is_full:
+        """Say these tokens alone, of all or of the same."""
+        if len(vocabulary.ids) < len(self.vocabulary.ids):
             self.lm_head.weight = nn.Parameter(self.lm_head.weight.detach()[vocabulary.ids.to(self.lm_head.weight.device)])
             self.lm_head.out_features = len(vocabulary.ids)
         self.take_vocabulary(vocabulary)
@@ -189,10 +198,7 @@ class IndependentNet(DrafterNet):
         return self.sizes.shape.hidden
 
     def logits(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:
-        if not self.sizes.tied:
-            return self.lm_head(hidden_NH)
-        table_VH = self.tokens.weight
-        return linear(hidden_NH, table_VH if self.vocabulary.is_full else table_VH[self.speakable_V])
+        return linear(hidden_NH, self.tokens.weight) if self.sizes.tied else self.lm_head(hidden_NH)
 
     # ---- training face -------------------------------------------------------------------------------------------------
 

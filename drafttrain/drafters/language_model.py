@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drafttrain.drafters.decoder import DecoderShape, plain_rope
-from drafttrain.drafters.start_files import find, read_tensors
+from drafttrain.drafters.start_files import WEIGHTS, find, read_tensors
 from drafttrain.errors import UserError
 from drafttrain.files import read_json
 from drafttrain.target.target import Target
@@ -122,6 +121,8 @@ class Checkpoint:
     def weights(self, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Its tensors by our names, in fp32, each of the shape that it has in `names`. UserError that lists those that do not fit."""
         what = f"{ASKED} {self.where}"
+        if not any(self.folder.glob(WEIGHTS)):
+            raise UserError(f"{what} holds no weights as safetensors, and nothing else is read; give a model that has them.")
         tensors = {name: x for name, x in read_tensors(self.folder, False, what).items() if not name.endswith(NOT_WEIGHTS)}
         if self.sizes.tied:
             tensors.pop("lm_head.weight", None)  # some write it beside the table that it is
@@ -173,8 +174,3 @@ def _require_tokenizer(where: str, folder: Path, target: Target) -> None:
         raise UserError(
             f"{ASKED} {where} has another tokenizer than {target.identity.path}, so its tokens mean something else; give a model of the target's family."
         )
-
-
-def meta(target: Target) -> bool:
-    """Whether the target is an outline without weights."""
-    return target.device == torch.device("meta")
