@@ -5,7 +5,8 @@ ends a run is measured before it is saved, and a stop that the ranks agreed on a
 save.
 
 A drafter that was trained before is measured before the first step too: a curve of tau begins where it began, and where nothing better
-comes of it, checkpoints/best is what it was. What is logged is listed in docs/metrics.md.
+comes of it, checkpoints/best is what it was. A measurement that was due when a stop was obeyed, whose time is short, is made when the run
+goes on: so its curve of tau and its best drafter are those of a run that was never stopped. What is logged is listed in docs/metrics.md.
 """
 
 import time
@@ -56,7 +57,9 @@ class Conductor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
         assert isinstance(task, DistillTask)
-        if self.run.held_out and self.run.config.start is not None and not task.position.step:
+        config, position = self.run.config, task.position
+        owed = position.measured < position.step and position.step % config.tau_every == 0
+        if self.run.held_out and (owed if position.step else config.start is not None):
             self._measure(trainer, task)
         task.start_clock()
 
@@ -100,6 +103,7 @@ class Conductor(pl.Callback):
         """tau on the held-out prompts; the drafter is kept as checkpoints/best if none was better."""
         if not announced:
             self.reporter.say(f"step {task.position.step}: measuring tau on {len(self.run.held_out)} held-out prompts")
+        task.position.measured = task.position.step
         net = whole_net(trainer, task.net, self.run.build)
         found = measure(task.target, net, self.run.held_out, self.run.config, trainer.global_rank, trainer.world_size)
         beside = spent(task.position, trainer.world_size, task.device)  # in one row, so that tau can be drawn over them

@@ -51,6 +51,8 @@ class Position:
     """Tokens trained, padding excluded."""
     best_tau: float | None = None
     """Highest tau measured on held-out prompts."""
+    measured: int = 0
+    """Step behind which tau was measured last."""
     seconds: float = field(default=0.0, compare=False)
     """Wall time trained up to the last log, without measuring and saving."""
 

@@ -48,7 +48,7 @@ def _rank(environment: dict[str, str], said: Path, run: Path, target: Path, sect
 
 
 class Job:
-    """The ranks of one start. `said(rank)` is what a rank printed over all starts in this run's folder."""
+    """The ranks of one start."""
 
     def __init__(self, run: Path, target: Path, ranks: int, sections: dict[str, Any], **more):
         _warm_up()
@@ -60,6 +60,7 @@ class Job:
             "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "warm", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
         self.run = run
+        self._said_before = [len(self._all_said(rank)) for rank in range(ranks)]
         self.ranks: list[BaseProcess] = [
             _CONTEXT.Process(
                 target=_rank,
@@ -74,8 +75,12 @@ class Job:
     def _file(self, rank: int) -> Path:
         return self.run / f"rank_{rank}.txt"
 
-    def said(self, rank: int = 0) -> str:
+    def _all_said(self, rank: int) -> str:
         return self._file(rank).read_text() if self._file(rank).exists() else ""
+
+    def said(self, rank: int = 0) -> str:
+        """What a rank printed since this start."""
+        return self._all_said(rank)[self._said_before[rank] :]
 
     def tell(self, rank: int, number: int) -> bool:
         """Sends a signal. False if that rank has ended."""
