@@ -18,6 +18,7 @@ from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
+from drafttrain.drafters.independent import Independent
 from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.recipe import Recipe, load_recipe
 from drafttrain.recipe_files import read_file
@@ -175,6 +176,10 @@ def weights_by_hand(drafter, config) -> int:
             total += drafter.layers * 2 * (4 * D + 4 * D * D // drafter.group)  # kernels of four taps, and what moves them
             total += drafter.rank * (config.vocab_size + V + D)
         return total
+    if isinstance(drafter, Independent):
+        own, inner = drafter.hidden, drafter.intermediate
+        every = 2 * own * drafter.head_dim * (drafter.heads + drafter.kv_heads) + 3 * own * inner + 2 * own
+        return V * own + drafter.layers * every + own
     assert isinstance(drafter, Hydra | Medusa) and not drafter.own_heads
     total = 0
     for k in range(1, drafter.heads + 1):

@@ -11,6 +11,7 @@ from drafttrain.drafters.dspark import DSpark
 from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.heads import Hydra, Medusa
+from drafttrain.drafters.independent import Independent
 from drafttrain.drafters.p_eagle import PEagle
 from drafttrain.errors import UserError
 from drafttrain.export.dflash import DFlashFormat, DFlashForVllm
@@ -24,6 +25,7 @@ from drafttrain.export.native import NativeFormat
 from drafttrain.export.p_eagle import PEagleFormat
 from drafttrain.export.speculators_blocks import DFlash2Speculators, DFlashSpeculators, DSparkSpeculators
 from drafttrain.export.speculators_eagle import Eagle3Speculators, PEagleSpeculators
+from drafttrain.export.transformers import TransformersFormat
 from drafttrain.target.target import Target
 
 
@@ -44,6 +46,7 @@ ENTRIES: dict[type[DrafterConfig], Entry] = {
     PEagle: Entry((PEagleFormat(), PEagleSpeculators()), "SGLang has no P-EAGLE"),
     DFlash2: Entry((DFlash2Format(), DFlash2ForVllm(), DFlash2Speculators())),
     DSpark: Entry((DSparkFormat(), DSparkForVllm(), DSparkSpeculators())),
+    Independent: Entry((TransformersFormat(),), "speculators has no form of a stand-alone drafter"),
     Medusa: Entry((MedusaFormat(),), "no release of SGLang loads Medusa heads, and vLLM up to 0.26 alone"),
     Hydra: Entry(otherwise="no engine loads Hydra; drafttrain's own loop is the runtime"),
 }

@@ -50,6 +50,10 @@ def why_not(name: str, asked: str, size: str, architecture: str) -> str | None:
         ("dflash2 all rows", "vllm"): (reduced, "among all tokens"),
         ("dflash2 all rows", "sglang"): (reduced or scaled, "among all tokens" if reduced else "the raw ones"),
         ("dflash2 all rows", "speculators"): (reduced or scaled, _selects(reduced, scaled)),
+    } | {
+        (independent, engine): (reduced, "every token of the target")
+        for independent in ("independent", "independent qk-norm")
+        for engine in ("vllm", "sglang")
     }
     holds, reason = rules.get((name, asked), (False, None))
     return reason if holds else None
@@ -132,6 +136,7 @@ def test_half_precision_and_the_format_that_is_chosen_when_none_is_asked_for(tin
     wanted = {
         "eagle1": "vLLM", "hass": "vLLM", "medusa own heads": "vLLM", "dflash": "SGLang", "dflash window": "SGLang", "dspark": "SGLang",
         "dflash2": "vLLM, SGLang and speculators", "dflash2 all rows": "vLLM, SGLang and speculators",
+        "independent": "vLLM and SGLang", "independent qk-norm": "vLLM and SGLang",
     }  # fmt: skip
     assert [note.split(":")[0] for note in told] == [f"Not written for {engine}" for engine in filter(None, [wanted.get(name)])]
     otherwise = ENTRIES.get(type(net.config), Entry()).otherwise or "knows no form of"
@@ -173,7 +178,7 @@ def test_a_config_of_another_kind_is_refused(tiny_llama, tmp_path):
     export_drafter(net_for(tiny_llama, "medusa", FULL), tiny_llama, tmp_path / "export", ExportConfig(), None)
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     for change, complaint in (
-        ({"architectures": ["LlamaForCausalLM"]}, "no drafter that can be read here"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "no drafter that can be read here"),
         ({"torch_dtype": "float16"}, "torch_dtype 'float16'"),
         ({"medusa_fc_bias": False}, "medusa_fc_bias false"),
         ({"num_heads": 3}, "blocks.3.layers.0.bias is not one of"),

@@ -73,6 +73,7 @@ TEXT = [
     text("dspark", [d.TotalVariation(), d.Confidence(), d.LKLambda()], w.Uniform(), "drafts"),
     text("medusa", [d.TopKCrossEntropy()], w.Decay(), "depths"),
     text("hydra", [d.BernoulliKL()], w.ValidPrefix(), "drafts"),
+    text("independent", [d.JSD(), d.ForwardKL()], w.Uniform(), "depths", chunk=7),
     text(Hydra(heads=4, prefix=True), [d.K3(), d.ForwardKL()], w.Streak(), "depths", chunk=7),
 ]
 ON_POLICY = [
