@@ -266,6 +266,29 @@ def sglang_block(c: dict) -> Loader:
     return Loader(_fuse(shapes), lambda name: SKIPPED if name.startswith(skipped) else name, stops=False)
 
 
+# ---- language models -----------------------------------------------------------------------------------------------------
+
+
+def _language_model(c: dict, stops: bool) -> Loader:
+    """A tied head is the table of embeddings, whatever the file has."""
+    H, tied = c["hidden_size"], c["tie_word_embeddings"]
+    shapes = {"model.embed_tokens.weight": (c["vocab_size"], H), "model.norm.weight": (H,)}
+    shapes |= {} if tied else {"lm_head.weight": (c["vocab_size"], H)}
+    norms = {"q_norm": c["head_dim"], "k_norm": c["head_dim"]} if c["architectures"] == ["Qwen3ForCausalLM"] else {}
+    for i in range(c["num_hidden_layers"]):
+        shapes |= _decoder(c, f"model.layers.{i}", H, ("input_layernorm", "post_attention_layernorm"))
+        shapes |= {f"model.layers.{i}.self_attn.{norm}.weight": (size,) for norm, size in norms.items()}
+    return Loader(_fuse(shapes), lambda name: SKIPPED if tied and name.startswith("lm_head.") else name, stops=stops)
+
+
+def vllm_language_model(c: dict, release: str, parallel: bool) -> Loader:
+    return _language_model(c, stops=True)
+
+
+def sglang_language_model(c: dict) -> Loader:
+    return _language_model(c, stops=False)
+
+
 # ---- the speculators library ---------------------------------------------------------------------------------------------
 
 
@@ -293,11 +316,12 @@ def library(c: dict) -> Loader:
 VLLM = {
     "EagleLlamaForCausalLM": vllm_eagle, "LlamaForCausalLMEagle3": vllm_eagle3, "Eagle3LlamaForCausalLM": vllm_eagle3,
     "PeagleLlamaForCausalLM": vllm_eagle3, "MedusaModel": vllm_medusa, "DFlashDraftModel": vllm_block, "DFlash2DraftModel": vllm_block,
-    "Qwen3DSparkModel": vllm_block,
+    "Qwen3DSparkModel": vllm_block, "LlamaForCausalLM": vllm_language_model, "Qwen3ForCausalLM": vllm_language_model,
 }  # fmt: skip
 SGLANG = {
     "LlamaForCausalLMEagle": sglang_eagle, "LlamaForCausalLMEagle3": sglang_eagle3, "DFlashDraftModel": sglang_block,
-    "DFlash2DraftModel": sglang_block, "Qwen3DSparkModel": sglang_block,
+    "DFlash2DraftModel": sglang_block, "Qwen3DSparkModel": sglang_block, "LlamaForCausalLM": sglang_language_model,
+    "Qwen3ForCausalLM": sglang_language_model,
 }  # fmt: skip
 
 

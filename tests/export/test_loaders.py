@@ -150,6 +150,10 @@ MISTAKES = {
         "dspark", "vllm", FULL, lambda x, c: x.pop("confidence_head.proj.bias"),
         [("vllm", "0.33", "random", "confidence_head.proj.bias"), ("sglang", "", "random", "confidence_head.proj.bias")],
     ),
+    "a language model without a norm of queries": (
+        "independent qk-norm", "vllm", FULL, lambda x, c: x.pop("model.layers.0.self_attn.q_norm.weight"),
+        [("vllm", "0.33", "random", "model.layers.0.self_attn.q_norm.weight"), ("sglang", "", "random", "model.layers.0.self_attn.q_norm.weight")],
+    ),
     "no Markov head": (
         "dspark", "speculators", FULL, lambda x, c: x.pop("markov_head.markov_w1.weight"),
         [("vllm", "0.33", "random", "markov_w1"), ("speculators", "", "random", "markov_w1")],
