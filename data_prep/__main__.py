@@ -6,7 +6,6 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,7 +98,7 @@ def _needs(drafter: DrafterConfig, target: Target) -> Needs:
     """What the drafter reads of this target: a net that says a single token is built and asked."""
     with target.device:
         one = DraftVocabulary(torch.arange(1, device="cpu"), target.vocab)
-        return replace(drafter, draft_vocab=1).build(target, one).needs
+        return drafter.build(target, one).needs
 
 
 def _draft_vocab(recipe: Recipe, target: Any, has_weights: bool) -> int | float | Cost | None:

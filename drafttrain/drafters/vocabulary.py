@@ -5,7 +5,6 @@ So blocks and P-EAGLE are read once for all their drafts, a head of Medusa's or 
 """
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -38,7 +37,7 @@ def draft_cost(config: DrafterConfig, target: Target) -> Cost:
     sequences, each with its drafts to verify, reaches most of them.
     """
     with target.device:
-        net = replace(config, draft_vocab=1).build(target, DraftVocabulary(torch.arange(1, device="cpu"), target.vocab)).eval()
+        net = config.build(target, DraftVocabulary(torch.arange(1, device="cpu"), target.vocab)).eval()
         outside, head = weights_read(net, target)
     body = sum(weight.numel() for weight in target.body.parameters()) - target.embedding_weight.numel()
     drafts = net.needs.depth

@@ -22,10 +22,10 @@ class CheckpointConfig:
     slots: int = 16
     """Prompts answered at once in them."""
     start: str | None = None
-    """A trained drafter to begin from, as a folder or a Hub id: a `checkpoints/best` or an export of ours, or a published EAGLE-1/2, EAGLE-3
-    (original, SpecForge, speculators), Medusa or Hydra checkpoint; null begins anew. A run that goes on does not read it again."""
+    """A trained drafter to begin from, as a folder or a Hub id: a `checkpoints/best` or an export of ours, or a published EAGLE-1/2, EAGLE-3,
+    P-EAGLE, DFlash, DFlash 2 or DSpark (original, z-lab, SpecForge, speculators), Medusa or Hydra checkpoint; null begins anew. A run that goes on does not read it again."""
     start_pickle: bool = False
-    """Read `start` also where it is a pickle (pytorch_model.bin); only tensors are unpacked."""
+    """Read `start`, or what --draft names, also where it is a pickle (pytorch_model.bin); only tensors are unpacked."""
 
     def __post_init__(self):
         for name in ("every", "tau_every", "tau_tokens", "drafts", "slots"):
