@@ -242,7 +242,7 @@ NOTHING = r"^Steps 1 to 2 had nothing to learn from: the last one's 4 rollouts .
 NO_PROMPT = r"has no prompt that leaves room .* within a row of 5; lower on_policy\.max_tokens, or raise data\.length\.$"
 
 
-@pytest.mark.parametrize(("length", "draft_vocab", "wanted"), [(5, 200, NO_PROMPT), (60, 1, NOTHING)])
+@pytest.mark.parametrize(("length", "draft_vocab", "wanted"), [(5, 200, NO_PROMPT), (60, 2, NOTHING)])
 def test_a_step_with_nothing_to_learn_from_says_so(tmp_path, target, folder, length, draft_vocab, wanted):
     """Every prompt fills a row; or what the target says in place of a draft is never of the draft vocabulary."""
     run, form = make_run(tmp_path / "run", target, shortest_prompt=5), form_of("eagle3, first rejection")
