@@ -82,7 +82,7 @@ def test_it_says_what_the_model_says_that_it_begins_as(tiny_llama, published):
     features = Features(torch.zeros(1, 6, 0, 32), torch.zeros(1, 6, 32))
     state = net.begin(1, 24, 8)
     for start in (1, 7):
-        hidden = net.commit(state, None, features, ids_T[None, start : start + 6], torch.tensor([6]), 24)
+        hidden = net.commit(state, None, features, ids_T[None, start : start + 6], torch.tensor([6]), 64)
         torch.testing.assert_close(net.logits(hidden, ids_T[:1])[0], wanted[start + 5], atol=1e-5, rtol=1e-5)
     for depth, token in enumerate(ids_T[13:19].tolist()):
         hidden = net.step(state, torch.tensor([[token]]), torch.tensor([[depth - 1]]))[0]
@@ -186,6 +186,21 @@ def test_a_model_that_cannot_draft_is_refused(tiny_llama, tmp_path, case):
     assert str(error.value).startswith(f"drafter.init_args.model {folder} ")
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantised"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "it rotates a part of each head"),
+        ({"num_attention_heads": 5}, "a config.json that cannot be read"),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_computed_is_refused(tiny_llama, tmp_path, change, complaint):
+    folder, file = folder_of(FORMS["llama"](), tmp_path), tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=complaint):
+        Independent(model=folder).build(tiny_llama, FULL)
+
+
 def test_a_damaged_or_foreign_folder_is_refused(tiny_llama, tmp_path):
     folder = folder_of(FORMS["qwen3"](), tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -244,7 +259,13 @@ def test_options_that_contradict_each_other_are_refused(tiny_llama):
 
 
 def test_a_tied_model_says_all_tokens(tiny_llama, tmp_path):
-    folder = folder_of(FORMS["qwen3 tied"](), tmp_path)
-    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    folder, ids_T = folder_of(FORMS["qwen3 tied"](), tmp_path), text(tiny_llama)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    wanted = along(Independent(model=folder).build(tiny_llama, FULL), tiny_llama, ids_T)
+    save_file(
+        tensors | {"lm_head.weight": torch.zeros(VOCAB, 24)}, tmp_path / "model.safetensors"
+    )  # some write it, nobody reads it
+    assert torch.equal(along(Independent(model=folder).build(tiny_llama, FULL), tiny_llama, ids_T), wanted)
     with pytest.raises(UserError, match="set draft_vocab to null, or give a model with a head of its own"):
         Independent(model=folder).build(tiny_llama, DraftVocabulary(torch.arange(100), VOCAB))
