@@ -1,5 +1,6 @@
 """What the recipe says about where training begins, about checkpoints, and about measuring the drafter while it trains. The parser reads this: no heavy imports."""
 
+import math
 from dataclasses import dataclass
 
 from drafttrain.errors import UserError
@@ -21,6 +22,9 @@ class CheckpointConfig:
     """Draft tokens a round in those answers."""
     slots: int = 16
     """Prompts answered at once in them."""
+    hung_s: float = 1800.0
+    """Seconds after which processes of which none moves any more are ended, with the hung one named, so that torchrun can start them again from the
+    last checkpoint. A process that moves, however slowly, is waited for."""
     start: str | None = None
     """A trained drafter to begin from, as a folder or a Hub id: a `checkpoints/best` or an export of ours, or a published EAGLE-1/2, EAGLE-3,
     P-EAGLE, DFlash, DFlash 2 or DSpark (original, z-lab, SpecForge, speculators), Medusa or Hydra checkpoint; null begins anew. A run that goes on does not read it again."""
@@ -35,5 +39,7 @@ class CheckpointConfig:
             raise UserError(
                 "checkpoint.start is empty; name a trained drafter (a folder or a Hub id), or set it to null to begin anew."
             )
+        if not 0 < self.hung_s < math.inf:
+            raise UserError(f"checkpoint.hung_s is {self.hung_s}, but must be a number of seconds, above 0.")
         if self.tau_prompts < 0:
             raise UserError(f"checkpoint.tau_prompts is {self.tau_prompts}, but must be 0 (measure nothing) or more.")

@@ -28,6 +28,7 @@ from drafttrain.tasks.distill import DistillTask, Position
 from drafttrain.tasks.held_out import HeldOut, measure
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turn
+from drafttrain.tasks.watch import Watch
 from drafttrain.tasks.weights import adapter_files, whole_net
 from drafttrain.types import Request
 
@@ -52,8 +53,8 @@ class Run:
 class Conductor(pl.Callback):
     """Counts, logs, measures, saves and stops, at the end of optimizer steps."""
 
-    def __init__(self, run: Run, reporter: Reporter):
-        self.run, self.reporter = run, reporter
+    def __init__(self, run: Run, reporter: Reporter, watch: Watch):
+        self.run, self.reporter, self.watch = run, reporter, watch
 
     def on_train_start(self, trainer: pl.Trainer, task: pl.LightningModule) -> None:
         assert isinstance(task, DistillTask)
@@ -63,10 +64,21 @@ class Conductor(pl.Callback):
             self._measure(trainer, task)
         task.start_clock()
 
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, task: pl.LightningModule, batch: MicroBatch | Turn, batch_idx: int
+    ) -> None:
+        assert isinstance(task, DistillTask)
+        self._micro = f"step {task.position.step + 1}, micro-batch {batch.micro + 1}"
+        self.watch.at(f"the forward pass of {self._micro}")
+
+    def on_before_backward(self, trainer: pl.Trainer, task: pl.LightningModule, loss: torch.Tensor) -> None:
+        self.watch.at(f"the backward pass of {self._micro}")
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, task: pl.LightningModule, outputs, batch: MicroBatch | Turn, batch_idx: int
     ) -> None:
         assert isinstance(task, DistillTask)
+        self.watch.at(f"what follows {self._micro}")
         if not batch.last:
             return
         stopped = task.close_window()["stop"] > 0
@@ -103,6 +115,7 @@ class Conductor(pl.Callback):
         """tau on the held-out prompts; the drafter is kept as checkpoints/best if none was better."""
         if not announced:
             self.reporter.say(f"step {task.position.step}: measuring tau on {len(self.run.held_out)} held-out prompts")
+        self.watch.at(f"measuring tau behind step {task.position.step}")
         task.position.measured = task.position.step
         net = whole_net(trainer, task.net, self.run.build)
         found = measure(task.target, net, self.run.held_out, self.run.config, trainer.global_rank, trainer.world_size)
@@ -118,6 +131,7 @@ class Conductor(pl.Callback):
             self._save_drafter(trainer, task, net, "best", found)
 
     def _save(self, trainer: pl.Trainer, task: DistillTask, ended: bool) -> None:
+        self.watch.at(f"saving step {task.position.step}")
         net = whole_net(trainer, task.net, self.run.build)
         share = {"world": task.share.world, "accumulate": task.share.accumulate, "rows": task.share.rows}
         with explain_full_disk(self.run.checkpoints, "the checkpoint before this one is whole and kept."):

@@ -5,7 +5,7 @@
         target=TargetConfig(...), drafter=Eagle3(...), objective=Distillation(...),
         data=DataConfig(...), optimizer=OptimizerConfig(...), checkpoint=CheckpointConfig(...),
         trainer={"max_steps": 500, ...},              # arguments of lightning.pytorch.Trainer, classes already built
-        topology=Topology(...),                       # world, local, nodes, rank, accelerator, device
+        topology=Topology(...),                       # world, local, nodes, rank, accelerator, device, store, attempt
     )
 
 It is called in every process that torchrun started. It continues from `checkpoints/last` if there is one, and returns
@@ -54,6 +54,7 @@ from drafttrain.tasks.sections import Sections, recipe_facts
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed
+from drafttrain.tasks.watch import Watch, wait_patiently
 from drafttrain.types import Request
 
 OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -75,6 +76,10 @@ class Processes(Protocol):
     def accelerator(self) -> str: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def store(self) -> tuple[str, int] | None: ...
+    @property
+    def attempt(self) -> int: ...
 
 
 def train(
@@ -111,7 +116,8 @@ def train(
                 f"{checkpoints}/ is finished: {saved.position.step} of {sections.max_steps} steps; raise trainer.max_steps to go on."
             )
             return checkpoints / "best"
-    with StopSignal() as stop:
+    watch = Watch(topology.store, topology.attempt, topology.rank, topology.world, checkpoint.hung_s)
+    with StopSignal() as stop, watch:
         say(f"loading {target.path}")
         model = load_target(target, device=topology.device)
         build, net = _begin(sections, model, store, checkpoints, saved is not None, topology.rank, say)
@@ -147,7 +153,7 @@ def train(
         else:
             prompts = _prompts(store, model, on_policy, net, data.length, say)
             task, loader = _on_policy(setup, on_policy, prompts, build, data.length, checkpoints, saved is not None)
-        _fit(task, loader, run, sections, topology, Path(run_folder), saved)
+        _fit(task, loader, run, sections, topology, Path(run_folder), saved, watch)
     return checkpoints / "best"
 
 
@@ -318,6 +324,7 @@ def _fit(
     topology: Processes,
     run_folder: Path,
     saved: Saved | None,
+    watch: Watch,
 ) -> None:
     """Composes Lightning's Trainer and runs it."""
     _quiet()
@@ -328,8 +335,12 @@ def _fit(
     closing = f"measuring tau on {prompts} held-out prompts for the last time, then saving" if prompts else "saving"
     reporter = Reporter(task.position.step, sections.max_steps, closing, shown=topology.rank == 0)
     extra = arguments.pop("callbacks", None) or []
-    trainer = pl.Trainer(**arguments, callbacks=[Conductor(run, reporter), *(extra if isinstance(extra, list) else [extra])])
+    trainer = pl.Trainer(
+        **arguments, callbacks=[Conductor(run, reporter, watch), *(extra if isinstance(extra, list) else [extra])]
+    )
     take_over_signals(trainer)
+    if watch.watching:
+        wait_patiently(trainer.strategy)
     if uses_deepspeed(trainer.strategy):  # its guess looks for a batch size in the loader, which has none
         trainer.strategy.config.setdefault("train_micro_batch_size_per_gpu", sections.data.rows)
     if saved is not None:

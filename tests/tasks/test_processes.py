@@ -19,11 +19,13 @@ SCRIPT = Path(__file__).with_name("train_process.py")
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def launch(run, target, *tell: int, torchrun=False, ranks=2, gpu=False, deepspeed_on_cpu=False, **changes) -> subprocess.Popen:
+def launch(
+    run, target, *tell: int, torchrun=False, ranks=2, gpu=False, deepspeed_on_cpu=False, restarts=0, patience_s=60, **changes
+) -> subprocess.Popen:
     """Starts training. It is ended after a while, so that a deadlock fails a test and does not hang it."""
     command = [
         sys.executable,
-        *([*TORCHRUN, str(ranks)] if torchrun else []),
+        *([*TORCHRUN, str(ranks), "--max-restarts", str(restarts)] if torchrun else []),
         str(SCRIPT),
         str(run),
         str(target),
@@ -35,7 +37,7 @@ def launch(run, target, *tell: int, torchrun=False, ranks=2, gpu=False, deepspee
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     )
-    watchdog = threading.Timer(180 if gpu or deepspeed_on_cpu else 60, process.terminate)
+    watchdog = threading.Timer(180 if gpu or deepspeed_on_cpu else patience_s, process.terminate)
     watchdog.daemon = True
     watchdog.start()
     return process

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -87,10 +88,49 @@ class StopAt(pl.Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def main(run: Path, target: Path, sections: dict, tell: tuple[int, int] | None = None, stop_at: int | None = None) -> None:
+class Trouble(pl.Callback):
+    """What befalls one rank before its third step, where the launcher has not started it anew: it is `stopped`, `asleep` or `killed` for good; or
+    it is `slow`, before the ranks meet too."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+
+    def setup(self, trainer, task, stage):
+        if self.kind == "slow" and trainer.global_rank == 0:
+            dawdle(3.0)
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx):
+        if task.position.step != 2 or batch.micro or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            return
+        if self.kind == "slow":
+            if trainer.global_rank == 0:
+                dawdle(3.0)
+        elif trainer.global_rank == 1:
+            dawdle(2.0)  # without torchrun the ranks find each other's signs of life only when rank 0 has opened its store
+            if self.kind == "asleep":
+                time.sleep(1000)
+            os.kill(os.getpid(), signal.SIGSTOP if self.kind == "stopped" else signal.SIGKILL)
+
+
+def dawdle(seconds: float) -> None:
+    """Takes so long over many small things."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        text = json.dumps({str(number): number for number in range(300)})
+        sorted(json.loads(text).items(), key=lambda item: -item[1])
+
+
+def main(
+    run: Path,
+    target: Path,
+    sections: dict,
+    tell: tuple[int, int] | None = None,
+    stop_at: int | None = None,
+    trouble: str | None = None,
+) -> None:
     """Trains in this process, with the sections of tiny_run."""
     torch.set_num_threads(1)
-    told = [TellOne(*tell)] if tell else [StopAt(stop_at)] if stop_at else []
+    told = [TellOne(*tell)] if tell else [StopAt(stop_at)] if stop_at else [Trouble(trouble)] if trouble else []
     sections["trainer"]["callbacks"] = [Norms(run / "norms.json"), Seen(run), *told]
     strategy, gpus = sections["trainer"].get("strategy"), 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else None
     if os.environ.get("DS_ACCELERATOR") == "cpu":
@@ -101,4 +141,6 @@ def main(run: Path, target: Path, sections: dict, tell: tuple[int, int] | None =
 
 if __name__ == "__main__":
     run, target, changes, *tell = sys.argv[1:]
-    main(Path(run), Path(target), json.loads(changes), tuple(map(int, tell)) or None)  # type: ignore[arg-type]
+    sections = json.loads(changes)
+    trouble = sections.pop("trouble", None)
+    main(Path(run), Path(target), sections, tuple(map(int, tell)) or None, trouble=trouble)  # type: ignore[arg-type]
