@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from data_prep import show
 from data_prep.engines import OpenAIServer
 from data_prep.pipeline import prepare
@@ -29,7 +27,7 @@ from drafttrain.run import Run
 from drafttrain.target.load import load_speaker, load_target
 from drafttrain.target.target import Target
 from drafttrain.topology import Topology, read_topology
-from drafttrain.vocab import Cost, DraftVocabulary
+from drafttrain.vocab import Cost
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,10 +93,9 @@ def _prepare(recipe: Recipe, run: Run, topology: Topology, team: Team) -> None:
 
 
 def _needs(drafter: DrafterConfig, target: Target) -> Needs:
-    """What the drafter reads of this target: a net that says a single token is built and asked."""
+    """What the drafter reads of this target: a net that says as few tokens as it can is built and asked."""
     with target.device:
-        one = DraftVocabulary(torch.arange(1, device="cpu"), target.vocab)
-        return drafter.build(target, one).needs
+        return drafter.build(target, drafter.least_vocabulary(target)).needs
 
 
 def _draft_vocab(recipe: Recipe, target: Any, has_weights: bool) -> int | float | Cost | None:

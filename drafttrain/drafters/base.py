@@ -54,6 +54,10 @@ class DrafterConfig:
                 "(above 0, up to 1.0), best, or null for the full vocabulary."
             )
 
+    def least_vocabulary(self, target: Target) -> DraftVocabulary:
+        """The smallest one that a net can be built with, to be asked something and thrown away."""
+        return DraftVocabulary(torch.arange(1, device="cpu"), target.vocab)
+
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "DrafterNet":
         """A fresh net on the target's device, its weights initialised from the target where that helps."""
         raise NotImplementedError

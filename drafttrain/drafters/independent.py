@@ -91,6 +91,10 @@ class Independent(DrafterConfig):
     def taps_of(self, target: Target) -> tuple[int, ...]:
         return ()
 
+    def least_vocabulary(self, target: Target) -> DraftVocabulary:
+        """All tokens, where one table is both embedding and head."""
+        return super().least_vocabulary(target) if self.model is None and not self.tied else DraftVocabulary.full(target.vocab)
+
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "IndependentNet":
         """A fresh net, or the model named. UserError where that is not to be had, or has other tokens than the target; and for a part of the
         vocabulary where one table is both embedding and head."""

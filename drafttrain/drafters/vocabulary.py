@@ -37,7 +37,7 @@ def draft_cost(config: DrafterConfig, target: Target) -> Cost:
     sequences, each with its drafts to verify, reaches most of them.
     """
     with target.device:
-        net = config.build(target, DraftVocabulary(torch.arange(1, device="cpu"), target.vocab)).eval()
+        net = config.build(target, config.least_vocabulary(target)).eval()
         outside, head = weights_read(net, target)
     body = sum(weight.numel() for weight in target.body.parameters()) - target.embedding_weight.numel()
     drafts = net.needs.depth

@@ -131,6 +131,9 @@ def _serving(format: Format, made: dict, report: dict | None) -> str:
     target, here = made["base_model"] or "PATH/TO/TARGET", made["repository"] or "PATH/TO/THIS/FOLDER"
     drafts, blocks = _drafts(format, made, report), ["## Serve"]
     for engine in format.engines:
+        if engine.name == "transformers":
+            blocks.append(f"transformers ({engine.versions}):\n\n```python\n{_assisted(target, here)}\n```")
+            continue
         say = "" if engine.name == "sglang" else "; say the method, or it is guessed from the path"
         if engine.name == "sglang":
             command = _sglang(target, here, engine.method, drafts, format.whole_block)
@@ -139,6 +142,17 @@ def _serving(format: Format, made: dict, report: dict | None) -> str:
         flags = format.extra_flags(engine.name, made, here)
         blocks.append(f"{NAMES[engine.name]} ({engine.versions}{say}):\n\n```bash\n{command}{flags}\n```")
     return "\n\n".join(blocks) + "\n"
+
+
+def _assisted(target: str, here: str) -> str:
+    return (
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'tokenizer, target = (kind.from_pretrained("{target}") for kind in (AutoTokenizer, AutoModelForCausalLM))\n'
+        f'drafter = AutoModelForCausalLM.from_pretrained("{here}")\n'
+        'chat = [{"role": "user", "content": "Name three rivers."}]\n'
+        'asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)\n'
+        "print(tokenizer.decode(target.generate(**asked, assistant_model=drafter, do_sample=False, max_new_tokens=64)[0]))"
+    )
 
 
 def _vllm(target: str, here: str, method: str, drafts: int, more: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from drafttrain.errors import UserError
 
 DTYPES = ("bfloat16", "float32")
 PLAIN_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
-FORMATS = ("vllm", "sglang", "speculators", "native")
+FORMATS = ("vllm", "sglang", "speculators", "transformers", "native")
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ExportConfig:
     dtype: str = "bfloat16"
     """Type of the weights on disk: bfloat16 or float32."""
     format: str | None = None
-    """Who is to load it: vllm, sglang, speculators, or native (drafttrain itself); null for an engine that can, else native."""
+    """Who is to load it: vllm, sglang, speculators, transformers, or native (drafttrain itself); null for an engine that can, else native."""
     push: str | None = None
     """Hub repository (owner/name) to push to; null keeps the export on this machine. Put the method (`eagle3`) in the name."""
     private: bool = True
@@ -43,7 +43,7 @@ class ExportConfig:
             raise UserError(f"export.dtype is {self.dtype!r}, but the weights can be written as bfloat16 or float32 only.")
         if self.format is not None and self.format not in FORMATS:
             raise UserError(
-                f"export.format is {self.format!r}, but a drafter is written for vllm, sglang, speculators or native, or null for the first that fits."
+                f"export.format is {self.format!r}, but a drafter is written for vllm, sglang, speculators, transformers or native, or null for the first that fits."
             )
         if not self.checkpoint.strip():
             raise UserError("export.checkpoint is empty; set it to best, last or a path.")

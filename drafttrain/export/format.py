@@ -20,7 +20,7 @@ from drafttrain.vocab import DraftVocabulary
 
 Table = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 """Name -> (shape, dtype; None means the export's own). Exactly these tensors are in a file."""
-NAMES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators"}
+NAMES = {"vllm": "vLLM", "sglang": "SGLang", "speculators": "speculators", "transformers": "transformers"}
 """Engine as a recipe spells it -> as its makers do."""
 
 
@@ -29,7 +29,7 @@ class Engine:
     """Who loads a format."""
 
     name: str
-    """vllm, sglang or speculators."""
+    """vllm, sglang, speculators or transformers."""
     versions: str
     """Which releases load it, for people."""
     method: str

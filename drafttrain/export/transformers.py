@@ -37,7 +37,11 @@ class TransformersFormat(Format):
     title = "Stand-alone drafter"
     method = "draft_model"
     architecture = ARCHITECTURES["llama"]
-    engines = (Engine("vllm", "0.26 and later", "draft_model"), Engine("sglang", "0.5.23", "STANDALONE"))
+    engines = (
+        Engine("transformers", "5", "assistant_model"),
+        Engine("vllm", "0.26 and later", "draft_model"),
+        Engine("sglang", "0.5.23", "STANDALONE"),
+    )
 
     def claims(self, config: dict[str, Any]) -> bool:
         return config.get("architectures") in [[name] for name in ARCHITECTURES.values()]
@@ -91,10 +95,7 @@ class TransformersFormat(Format):
         return fill(net, {name: tensors[outer_name(name)] for name in net.state_dict()}, target)
 
     def about(self, made: dict[str, Any]) -> str:
-        return (
-            "It is a language model of its own, which reads tokens alone, in the form of transformers, whose `generate` takes it as "
-            "`assistant_model`: `target.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained(folder))`."
-        )
+        return "It is a language model of its own, which reads tokens alone."
 
 
 def _outlines(sizes: LanguageModel) -> dict[str, Any]:

@@ -28,6 +28,7 @@ DRAFTERS = {
     "{class_path: Eagle3, init_args: {taps: [0, 1], draft_vocab: 100}}": ([0, 1], "taught"),
     "{class_path: Eagle, init_args: {draft_vocab: 100}}": ([], "all"),
     "{class_path: Medusa, init_args: {draft_vocab: 100}}": ([], "all"),
+    "{class_path: Independent, init_args: {layers: 1, hidden: 32}}": ([], "taught"),
 }
 
 
@@ -35,6 +36,7 @@ READ = {
     "Eagle3": "2 taps of the tokens that drafts see, and the final state of those that teach: ",
     "Eagle": "The final state of the tokens that teach or are seen: ",
     "Medusa": "The final state of the tokens that teach or are seen: ",
+    "Independent": "The final state of the tokens that teach: ",
 }
 
 

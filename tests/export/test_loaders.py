@@ -32,7 +32,7 @@ def readers_of(format) -> list[tuple[str, str, str]]:
     """Engine, release and method for all that load a format. vLLM reads speculators' form too."""
     found = []
     for engine in format.engines:
-        if engine.name != "sglang":
+        if engine.name not in ("sglang", "transformers"):
             for release in RELEASES.get(format.name, BOTH):
                 found.append(("vllm", release, engine.method))
             assert ("0.26" in engine.versions) == ("0.26" in RELEASES.get(format.name, BOTH))

@@ -22,7 +22,7 @@ from drafttrain.types import Request
 from drafttrain.vocab import DraftVocabulary
 
 DRAFTERS = FACES | {"dflash2 all rows": replace(FACES["dflash2"], window=None)}
-ASKED = ("vllm", "sglang", "speculators", "native")
+ASKED = ("vllm", "sglang", "speculators", "transformers", "native")
 ONE_OF_FIVE_MISSING, FULL = "reduced", "full"
 
 
@@ -53,7 +53,7 @@ def why_not(name: str, asked: str, size: str, architecture: str) -> str | None:
     } | {
         (independent, engine): (reduced, "every token of the target")
         for independent in ("independent", "independent qk-norm")
-        for engine in ("vllm", "sglang")
+        for engine in ("vllm", "sglang", "transformers")
     }
     holds, reason = rules.get((name, asked), (False, None))
     return reason if holds else None
@@ -136,7 +136,7 @@ def test_half_precision_and_the_format_that_is_chosen_when_none_is_asked_for(tin
     wanted = {
         "eagle1": "vLLM", "hass": "vLLM", "medusa own heads": "vLLM", "dflash": "SGLang", "dflash window": "SGLang", "dspark": "SGLang",
         "dflash2": "vLLM, SGLang and speculators", "dflash2 all rows": "vLLM, SGLang and speculators",
-        "independent": "vLLM and SGLang", "independent qk-norm": "vLLM and SGLang",
+        "independent": "transformers, vLLM and SGLang", "independent qk-norm": "transformers, vLLM and SGLang",
     }  # fmt: skip
     assert [note.split(":")[0] for note in told] == [f"Not written for {engine}" for engine in filter(None, [wanted.get(name)])]
     otherwise = ENTRIES.get(type(net.config), Entry()).otherwise or "knows no form of"

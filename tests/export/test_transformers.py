@@ -129,11 +129,13 @@ def test_it_is_read_back_without_our_record_and_a_drafter_begins_from_the_folder
 def test_a_part_of_the_vocabulary_is_refused(tiny_llama, tmp_path):
     config = replace(FORMS["llama"], draft_vocab=100)
     net = shaken(config.build(tiny_llama, DraftVocabulary(torch.arange(100), tiny_llama.vocab)))
-    for asked in ("vllm", "sglang"):
+    for asked in ("vllm", "sglang", "transformers"):
         with pytest.raises(UserError, match="a language model says every token of the target, and this drafter says 100 of them"):
             export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(format=asked), None)
     made = export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(), None)
-    assert made["format"] == "native" and made["notes"][0].startswith("Not written for vLLM and SGLang: a language model says")
+    assert made["format"] == "native" and made["notes"][0].startswith(
+        "Not written for transformers, vLLM and SGLang: a language model says"
+    )
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,6 @@ def test_a_tensor_more_or_less_is_refused(tiny_llama, tmp_path):
 def test_the_card_says_how_each_of_three_drafts_with_it(tiny_llama, tmp_path):
     _, made = written(tiny_llama, tmp_path / "export")
     card = card_text(made | {"repository": "owner/draft", "base_model": "owner/target"}, None)
-    assert "assistant_model=AutoModelForCausalLM.from_pretrained(" in card
+    assert 'drafter = AutoModelForCausalLM.from_pretrained("owner/draft")' in card and "assistant_model=drafter" in card
     assert '{"method": "draft_model", "model": "owner/draft", "num_speculative_tokens": 3}' in card
     assert "--speculative-algorithm STANDALONE" in card and "--speculative-draft-model-path owner/draft" in card
