@@ -159,9 +159,9 @@ def test_a_slow_rank_outlives_every_time_limit(tmp_path, tiny_llama, target_fold
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["stopped", "asleep", "killed"])
 def test_torchrun_starts_the_job_again(tmp_path, tiny_llama, target_folders, trouble):
-    """It gives a stopped rank 30 seconds before it kills it."""
+    """It gives a stopped rank 30 seconds before it kills it; and ranks that start anew may take seconds to meet."""
     run = make_run(tmp_path / "run", tiny_llama)
-    process = launch(run, target_folders("llama"), torchrun=True, restarts=1, patience_s=180, trouble=trouble, **sections(5.0))
+    process = launch(run, target_folders("llama"), torchrun=True, restarts=1, patience_s=180, trouble=trouble, **sections(20.0))
     said = process.stdout.read()
     assert process.wait(60) == 0, said
     assert logged(run).keys() == set(range(1, 7)) and "resuming from" in said
