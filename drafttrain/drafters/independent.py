@@ -26,7 +26,7 @@ from drafttrain.drafters.base import DrafterConfig, DrafterNet, Needs
 from drafttrain.drafters.block import BlockAttention
 from drafttrain.drafters.decoder import DecoderShape, RMSNorm
 from drafttrain.drafters.language_model import Checkpoint, LanguageModel, first_token
-from drafttrain.drafters.p_eagle import FurtherLayer, _attend_depths
+from drafttrain.drafters.p_eagle import FurtherLayer, attend_depths
 from drafttrain.drafters.tree_state import ContextState, TreeState, last_of
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, chain_visibility
@@ -224,7 +224,7 @@ class IndependentNet(DrafterNet):
         for layer in self.layers:
             query, key, value = _projected(layer, state, turn)
             queries, keys, values = (x.split(widths, dim=2) for x in (query, key, value))
-            state = layer.finish(state, _attend_depths(queries, keys, values, text_BTT, behind_BQT))
+            state = layer.finish(state, attend_depths(queries, keys, values, text_BTT, behind_BQT))
         text_BTH, *drafts = self.norm(state).split(widths, dim=1)
         along = range(depths - len(drafts))
         grid = [_rows_at(text_BTH, (anchor_BQ + step).clamp(max=T - 1)) for step in along]

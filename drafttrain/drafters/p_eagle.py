@@ -177,7 +177,7 @@ class PEagleNet(ParallelNet):
             key, value = attention.keys_values(read)
             query, key = rotate(attention.queries(read), *turn), rotate(key, *turn)
             queries, keys, values = (x.split([T, *widths], dim=2) for x in (query, key, value))
-            state = layer.finish(state, _attend_depths(queries, keys, values, context_BTT, visible_BQT))
+            state = layer.finish(state, attend_depths(queries, keys, values, context_BTT, visible_BQT))
         first, *others = self.norm(state).split([T, *widths], dim=1)
         first = first.gather(1, row_BQ[..., None].expand(-1, -1, first.shape[2]))
         grid_KBQH = torch.stack([first, *(pad(x, (0, 0, 0, row_BQ.shape[1] - x.shape[1])) for x in others)])
@@ -216,7 +216,7 @@ class PEagleNet(ParallelNet):
         return draft_RKH[:, 0]
 
 
-def _attend_depths(
+def attend_depths(
     queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: tuple[Tensor, ...], context_BTT: Tensor, visible_BQT: Tensor
 ) -> Tensor:
     """Of the elements of every depth, each given as [B, heads, rows of this depth, D]: [B, heads, E, D]."""
