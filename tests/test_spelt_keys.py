@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import pytest
 
 from data_prep import show
-from drafttrain.cli import main, parse
+from drafttrain.cli import FOLDERS, main, parse, parse_folders
 from drafttrain.recipe import BASES, Recipe, sections_help
 from drafttrain.recipe_build import fields_of, places
 
@@ -105,5 +105,7 @@ def test_commands_of_the_pages_exist_with_their_flags(line, tmp_path, monkeypatc
         return
     if "--help" in rest:
         assert main([command, *rest]) == 0
+    elif command in FOLDERS:
+        assert parse_folders(command, "", rest) is not None
     else:
         assert parse(command, "", rest) is not None

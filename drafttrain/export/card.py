@@ -147,11 +147,11 @@ def _serving(format: Format, made: dict, report: dict | None) -> str:
 def _assisted(target: str, here: str) -> str:
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'tokenizer, target = (kind.from_pretrained("{target}") for kind in (AutoTokenizer, AutoModelForCausalLM))\n'
+        f'tokenizer, model = (kind.from_pretrained("{target}") for kind in (AutoTokenizer, AutoModelForCausalLM))\n'
         f'drafter = AutoModelForCausalLM.from_pretrained("{here}")\n'
         'chat = [{"role": "user", "content": "Name three rivers."}]\n'
         'asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)\n'
-        "print(tokenizer.decode(target.generate(**asked, assistant_model=drafter, do_sample=False, max_new_tokens=64)[0]))"
+        "print(tokenizer.decode(model.generate(**asked, assistant_model=drafter, do_sample=False, max_new_tokens=64)[0]))"
     )
 
 

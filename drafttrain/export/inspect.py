@@ -7,9 +7,9 @@ No weights of a target are needed, so what only the target can judge (halves of 
 not seen here: that is what `drafttrain validate` and `drafttrain compare` measure.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,13 +18,14 @@ from drafttrain.export.block_format import BlockFormat
 from drafttrain.export.card import MADE_FILE
 from drafttrain.export.format import NAMES, Engine
 from drafttrain.export.inspect_config import Reading, check_eagle3_ids, check_layer_ids, check_positions, check_rope
-from drafttrain.export.inspect_files import Folder, read_folder
+from drafttrain.export.inspect_files import AGAIN, Folder, read_folder
 from drafttrain.export.inspect_kind import Kind, identify
 from drafttrain.export.inspect_table import check_block, format_table, head_rows, net_table, sizes_of
 from drafttrain.export.inspect_target import TargetSizes, check_target, named_target
 from drafttrain.export.inspect_tensors import MAPS, check_map, check_numbers, check_table, count_by_dtype
 from drafttrain.files import human_bytes, sha256_file
 
+T = TypeVar("T")
 P_EAGLE_WORDS = ("pard_token", "ptd_token_id", "max_drafts")
 """What only a drafter with masked elements says."""
 
@@ -46,13 +47,32 @@ def inspect_folder(where: str, target: TargetSizes | None = None) -> Inspection:
     """Look at a local folder or a Hub id. Raises UserError where there is none."""
     folder = read_folder(where)
     reading = Reading.of(folder, folder.config or {}, target.layers if target else _known_layers(folder))
-    kind = _looked_at(reading) if folder.config is not None or folder.record is not None else None
-    check_numbers(reading)
+    known = folder.config is not None or folder.record is not None
+    kind = _as_far_as_it_goes(folder, lambda: _looked_at(reading)) if known else None
+    _as_far_as_it_goes(folder, lambda: check_numbers(reading))
     if folder.made is not None:
-        _check_made(reading, kind)
+        _as_far_as_it_goes(folder, lambda: _check_made(reading, kind))
     if target is not None:
-        check_target(reading, target, _attends(reading))
-    return Inspection(_lines(reading, kind), folder.notes, folder.faults, reading.config, folder)
+        _as_far_as_it_goes(folder, lambda: check_target(reading, target, _attends(reading)))
+    lines = _as_far_as_it_goes(folder, lambda: _lines(reading, kind)) or [
+        ("what", "not known, for what it says of itself cannot be read")
+    ]
+    return Inspection(lines, folder.notes, folder.faults, reading.config, folder)
+
+
+def _as_far_as_it_goes(folder: Folder, look: Callable[[], T]) -> T | None:
+    """What a look finds; None, and a fault, where the folder holds something that no reader of it expects. Its files are anybody's, and the libraries
+    that build nets and configurations from them raise whatever they like."""
+    try:
+        return look()
+    except Exception as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+        sentence = (
+            f"what the folder says of itself does not fit together ({told}), so no engine could build the drafter; {AGAIN}."
+        )
+        if sentence not in folder.faults:
+            folder.faults.append(sentence)
+        return None
 
 
 def _known_layers(folder: Folder) -> int | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from drafttrain.drafters.start_files import PICKLES, WEIGHTS, find
 from drafttrain.export.card import MADE_FILE
 from drafttrain.export.eagle import TOKEN_MAP
+from drafttrain.export.inspect_values import tidied
 
 INDEX = "*.safetensors.index.json"
 PICKLED = (*PICKLES, "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -90,13 +91,13 @@ def _json(folder: Folder, name: str) -> dict[str, Any] | None:
         found = json.loads((folder.path / name).read_text())
     except FileNotFoundError:
         return None
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         folder.faults.append(f"{name} is not JSON ({error}), so nobody can read the drafter; {AGAIN}.")
         return None
     if not isinstance(found, dict):
         folder.faults.append(f"{name} holds a {type(found).__name__} instead of an object with keys; {AGAIN}.")
         return None
-    return found
+    return tidied(found, name, folder.faults.append)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------------

@@ -254,7 +254,7 @@ def test_a_prompt_that_comes_again_is_another_request():
         ({"fresh": float("nan")}, "on_policy.fresh is nan"),
         ({"temperature": -0.1}, "on_policy.temperature is -0.1, but must be 0"),
         ({"temperature": float("inf")}, "on_policy.temperature is inf"),
-        ({"replay": "texts"}, "on_policy.replay is 'texts', but must be one of rounds, text, first_rejection"),
+        ({"replay": "texts"}, "on_policy.replay is 'texts', but must be one of rounds, text, anchors, first_rejection"),
         ({"rollouts": 100}, "on_policy.rollouts is 100, but must be a multiple of on_policy.batch 32; set it to 96 or 128"),
         ({"rollouts": 16}, "on_policy.rollouts is 16, but must be a multiple of on_policy.batch 32; set it to 32."),
         ({"buffer": 1000}, "on_policy.buffer is 1000, but must be a multiple of on_policy.batch 32; set it to 992 or 1024"),
