@@ -51,7 +51,7 @@ KINDS: dict[str, Kind] = (
     | dict.fromkeys(("rope_theta", "rms_norm_eps"), NUMBER)
     | dict.fromkeys(OBJECTS, OBJECT)
     | dict.fromkeys(
-        ("model_type", "torch_dtype", "dtype", "speculators_model_type", "class_path", "format", "file", "sha256", "revision"),
+        ("model_type", "torch_dtype", "dtype", "speculators_model_type", "class_path", "file", "sha256", "revision"),
         TEXT,
     )
     | {"architectures": NAMES}
