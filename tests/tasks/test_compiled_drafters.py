@@ -17,7 +17,6 @@ from drafttrain.tasks.speed import make_score
 from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.vocab import DraftVocabulary
 
-
 COMPILED = DRAFTERS | {"dflash prefix": replace(DRAFTERS["dflash"], prefix_base=0.7)}
 
 
