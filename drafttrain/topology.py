@@ -33,8 +33,6 @@ class Topology:
     """cpu or gpu."""
     store: tuple[str, int] | None = None
     """Host and port at which all processes reach a store of the launcher or of rank 0; None for one process."""
-    attempt: int = 0
-    """How many times the launcher has started the processes anew."""
 
     @property
     def nodes(self) -> int:
@@ -88,9 +86,9 @@ def read_topology(strategy: Any = "auto", environ: Mapping[str, str] = os.enviro
         raise UserError(
             f"{local} processes were started on this machine, which shows {gpus} GPUs: torchrun --nproc-per-node {gpus}."
         )
-    port, attempt = _number(environ, "MASTER_PORT"), _number(environ, "TORCHELASTIC_RESTART_COUNT")
+    port = _number(environ, "MASTER_PORT")
     store = (environ["MASTER_ADDR"], port) if world > 1 and port is not None and "MASTER_ADDR" in environ else None
-    return Topology(world, local, rank, local_rank, "gpu" if gpus else "cpu", store, attempt or 0)
+    return Topology(world, local, rank, local_rank, "gpu" if gpus else "cpu", store)
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> str:

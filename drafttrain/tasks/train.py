@@ -5,7 +5,7 @@
         target=TargetConfig(...), drafter=Eagle3(...), objective=Distillation(...),
         data=DataConfig(...), optimizer=OptimizerConfig(...), checkpoint=CheckpointConfig(...),
         trainer={"max_steps": 500, ...},              # arguments of lightning.pytorch.Trainer, classes already built
-        topology=Topology(...),                       # world, local, nodes, rank, accelerator, device, store, attempt
+        topology=Topology(...),                       # world, local, nodes, rank, accelerator, device, store
     )
 
 It is called in every process that torchrun started. It continues from `checkpoints/last` if there is one, and returns
@@ -54,7 +54,7 @@ from drafttrain.tasks.sections import Sections, recipe_facts
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed
-from drafttrain.tasks.watch import Watch, wait_patiently
+from drafttrain.tasks.watch import Watch, meet
 from drafttrain.types import Request
 
 OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -78,8 +78,6 @@ class Processes(Protocol):
     def device(self) -> torch.device: ...
     @property
     def store(self) -> tuple[str, int] | None: ...
-    @property
-    def attempt(self) -> int: ...
 
 
 def train(
@@ -116,7 +114,9 @@ def train(
                 f"{checkpoints}/ is finished: {saved.position.step} of {sections.max_steps} steps; raise trainer.max_steps to go on."
             )
             return checkpoints / "best"
-    watch = Watch(topology.store, topology.attempt, topology.rank, topology.world, checkpoint.hung_s)
+    watch = Watch(topology.store, topology.rank, topology.world, checkpoint.hung_s)
+    if topology.world > 1:
+        meet(topology.rank, topology.world, topology.accelerator, trainer.get("strategy"))
     with StopSignal() as stop, watch:
         say(f"loading {target.path}")
         model = load_target(target, device=topology.device)
@@ -339,8 +339,6 @@ def _fit(
         **arguments, callbacks=[Conductor(run, reporter, watch), *(extra if isinstance(extra, list) else [extra])]
     )
     take_over_signals(trainer)
-    if watch.watching:
-        wait_patiently(trainer.strategy)
     if uses_deepspeed(trainer.strategy):  # its guess looks for a batch size in the loader, which has none
         trainer.strategy.config.setdefault("train_micro_batch_size_per_gpu", sections.data.rows)
     if saved is not None:

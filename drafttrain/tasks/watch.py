@@ -16,6 +16,7 @@ So however long one process reads, compiles or answers prompts, the others wait;
 nothing of all this, are put out of the way.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -26,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,7 @@ REMIND_S = 600.0
 TORCH = os.path.dirname(torch.__file__) + os.sep
 ENDED = 75
 """Exit code of a process that ended its job so: EX_TEMPFAIL, try again."""
+KEY = "drafttrain/watch/{}"
 REACH = timedelta(seconds=10)
 """How long a request to the store may take."""
 
@@ -70,19 +73,22 @@ class Lookout:
         self._signs: list[Sign | None] = [None] * world
         self._beaten, self._moved, self._reminded = [now] * world, [now] * world, now
         self._blamed: Sequence[int] = ()
+        self._heard = [False] * world
+        """Who has beaten since this began: the launcher's store may still hold the signs of ranks that were killed."""
 
-    def look(self, signs: Sequence[Sign | None], now: float) -> tuple[str, bool]:
-        """(what is to be said, whether the job is to end). `signs`: by rank; None of those that have told nothing yet."""
+    def look(self, signs: Sequence[Sign | None], now: float, reached: bool = True) -> tuple[str, bool]:
+        """(what is to be said, whether the job is to end). `signs`: by rank; None of those that have told nothing yet. `reached`: whether the store
+        answers, which is on rank 0's machine."""
         for rank, (new, old) in enumerate(zip(signs, self._signs, strict=True)):
             if new is None:
                 continue
-            if old is None or new.beat != old.beat:
-                self._beaten[rank] = now
+            if old is not None and (new.beat != old.beat or (rank and self._heard[rank] and not reached)):
+                self._beaten[rank], self._heard[rank] = now, True
             if old is None or (new.stack, new.place) != (old.stack, old.place):
                 self._moved[rank] = now
         self._signs = list(signs)
-        there = [rank for rank, sign in enumerate(signs) if sign is None or not sign.done]
-        silent = [r for r in there if self._signs[r] is not None and now - self._beaten[r] > self.silent_s]
+        there = [rank for rank, sign in enumerate(signs) if sign is None or not (sign.done and self._heard[rank])]
+        silent = [rank for rank in there if self._heard[rank] and now - self._beaten[rank] > self.silent_s]
         if silent:
             return self._sentence(silent, f"gave no sign of life for {self.silent_s:,.0f} s", "it was last at"), True
         still = [rank for rank in there if now - self._moved[rank] > self.hung_s]
@@ -97,7 +103,7 @@ class Lookout:
 
     def speaker(self) -> int:
         """Of those that the last look did not blame, the one that speaks for all."""
-        there = [rank for rank, sign in enumerate(self._signs) if sign is not None and not sign.done]
+        there = [rank for rank, heard in enumerate(self._heard) if heard]
         return next((rank for rank in there if rank not in self._blamed), min(there, default=0))
 
     def _behind(self, ranks: Sequence[int]) -> list[int]:
@@ -125,15 +131,16 @@ class Lookout:
 class Watch:
     """Context manager, entered on every rank: tells this process's signs of life and looks at those of the others."""
 
-    def __init__(self, store_at: tuple[str, int] | None, attempt: int, rank: int, world: int, hung_s: float):
-        """`store_at`: host and port; None watches nothing. `attempt`: how many times the launcher has started the job anew."""
-        self._store_at, self._attempt, self._rank, self._world = store_at, attempt, rank, world
+    def __init__(self, store_at: tuple[str, int] | None, rank: int, world: int, hung_s: float):
+        """`store_at`: host and port; None watches nothing."""
+        self._store_at, self._rank, self._world = store_at, rank, world
         self.hung_s, self._interval = hung_s, min(5.0, hung_s / 5)
         self._place, self._doing = 0, "the start"
         self._main = threading.main_thread().ident
         self._process = f"process {os.getpid()} on {socket.gethostname()}"
-        self._left = threading.Event()
+        self._left, self._done = threading.Event(), False
         self._thread: threading.Thread | None = None
+        self._store: dist.Store | None = None
 
     @property
     def watching(self) -> bool:
@@ -146,68 +153,74 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         if self.watching:
+            self._store = self._reach()
             self._thread = threading.Thread(target=self._run, daemon=True, name="watch")
             self._thread.start()
         return self
 
     def __exit__(self, _kind, error: BaseException | None, _trace) -> None:
-        """Behind an error the thread goes on: a process that then hangs instead of ending is named too."""
+        """Behind an error it falls silent without a farewell: the others end where this process then hangs instead of ending."""
+        self._done = error is None
         if error is not None:
             self._doing = f"its end, behind {type(error).__name__}"
-        elif self._thread is not None:
+        if self._thread is not None:
             self._left.set()
-            self._thread.join(REACH.total_seconds())
+            self._thread.join()
 
     def _run(self) -> None:
-        store: dist.Store | None = None
         beat, lookout = 0, Lookout(self._world, self.hung_s, time.monotonic())
         signs: list[Sign | None] = [None] * self._world
-        while True:
-            left = self._left.wait(self._interval)
+        left = False
+        while not left:
             beat += 1
-            signs[self._rank] = own = self._sign(beat, left)
+            signs[self._rank] = own = self._sign(beat)
             try:
-                store = self._reach() if store is None else store
-                store.set(self._key(self._rank), json.dumps(asdict(own)))
-                signs = self._ask(store)
-            except (RuntimeError, OSError):  # the store's machine does not answer: nobody else gives a new beat
-                store = None
-            if left:
-                return
-            said, ended = lookout.look(signs, time.monotonic())
+                self._store = self._store or self._reach()
+                self._tell(self._store, own)
+                signs = self._ask(self._store)
+            except (RuntimeError, OSError):
+                self._store = None
+            said, ended = lookout.look(signs, time.monotonic(), reached=self._store is not None)
             speaks = self._rank == lookout.speaker()
             if said and speaks:
                 print(said, file=sys.stderr, flush=True)
             if ended:
                 time.sleep(0 if speaks else 3 * self._interval)  # or it would be torn from its last words by our end
                 os._exit(ENDED)  # the main thread waits in a call that nothing interrupts
+            left = self._left.wait(self._interval)
+        with contextlib.suppress(RuntimeError, OSError):
+            if self._store is not None:
+                self._tell(self._store, self._sign(beat + 1))
 
     def _reach(self) -> dist.Store:
         assert self._store_at is not None
         host, port = self._store_at
         return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=REACH)
 
-    def _key(self, rank: int) -> str:
-        return f"drafttrain/watch/{self._attempt}/{rank}"
+    def _tell(self, store: dist.Store, sign: Sign) -> None:
+        store.set(KEY.format(self._rank), json.dumps(asdict(sign)))
 
     def _ask(self, store: dist.Store) -> list[Sign | None]:
-        keys = [self._key(rank) for rank in range(self._world)]
+        keys = [KEY.format(rank) for rank in range(self._world)]
         there = keys if store.check(keys) else [key for key in keys if store.check([key])]
         found = dict(zip(there, store.multi_get(there), strict=True))
         return [Sign(**json.loads(found[key])) if key in found else None for key in keys]
 
-    def _sign(self, beat: int, done: bool) -> Sign:
+    def _sign(self, beat: int) -> Sign:
         frame = sys._current_frames().get(self._main or 0)
         file = "nowhere" if frame is None else frame.f_code.co_filename
         where = f"{'/'.join(file.split('/')[-3:])}:{0 if frame is None else frame.f_lineno}"
-        return Sign(beat, _hash(frame), self._place, self._doing, where, self._process, file.startswith(TORCH), done)
+        return Sign(beat, _hash(frame), self._place, self._doing, where, self._process, file.startswith(TORCH), self._done)
 
 
-def wait_patiently(strategy) -> None:
-    """Puts the time limit of a strategy's process groups out of the way, unless the recipe set one. (Lightning takes it with the strategy, which a
-    name alone does not.)"""
-    if getattr(strategy, "_timeout", None) == default_pg_timeout:
-        strategy._timeout = PATIENCE
+def meet(rank: int, world: int, accelerator: str, strategy: Any) -> None:
+    """Opens the processes' group before anything slow, as the trainer's strategy would later: from then on they can watch each other.
+
+    `strategy`: as built, or its name; a time limit or backend that the recipe gives it is kept.
+    """
+    backend = getattr(strategy, "_process_group_backend", None) or ("nccl" if accelerator == "gpu" else "gloo")
+    limit = getattr(strategy, "_timeout", default_pg_timeout)
+    dist.init_process_group(backend, rank=rank, world_size=world, timeout=PATIENCE if limit == default_pg_timeout else limit)
 
 
 def _hash(frame: FrameType | None) -> int:

@@ -32,7 +32,9 @@ def launch(
         json.dumps(changes),
         *map(str, tell),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
+    # Ranks that torchrun starts anew would else read, in the store of its own, where those before them were (pytorch#135712).
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment |= {} if gpu else {"CUDA_VISIBLE_DEVICES": ""}
     environment |= {"DS_ACCELERATOR": "cpu"} if deepspeed_on_cpu else {}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True

@@ -1,11 +1,14 @@
 """A rank that is stopped, or hangs, ends the job by its name; one that is slow is waited for."""
 
+import json
 import signal
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from tasks.test_processes import launch
 from tasks.warm_ranks import Job
@@ -14,7 +17,7 @@ from tiny_run import logged, make_run
 from drafttrain.errors import UserError
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.checkpoints import find_last
-from drafttrain.tasks.watch import ENDED, PATIENCE, REMIND_S, SILENT_S, Lookout, Sign, wait_patiently
+from drafttrain.tasks.watch import ENDED, KEY, PATIENCE, REMIND_S, SILENT_S, Lookout, Sign, Watch, meet
 from drafttrain.topology import Topology, read_topology
 
 HUNG_S = 1000.0
@@ -30,7 +33,7 @@ class Ranks:
     def change(self, rank: int, **fields) -> None:
         self.signs[rank] = replace(self.signs[rank], **fields)
 
-    def pass_time(self, seconds: int, beating=(), moving=(), stepping=()) -> str:
+    def pass_time(self, seconds: int, beating=(), moving=(), stepping=(), reached=True) -> str:
         """What is said when the job ends; empty if it goes on."""
         for _ in range(seconds):
             self.now += 1
@@ -39,7 +42,7 @@ class Ranks:
                 if sign is not None:
                     self.change(rank, beat=sign.beat + (rank in beating), stack=sign.stack + (rank in moving))
                     self.change(rank, place=sign.place + (rank in stepping))
-            text, ended = self.lookout.look(self.signs, self.now)
+            text, ended = self.lookout.look(self.signs, self.now, reached)
             if ended:
                 return text
             self.said += [text] if text else []
@@ -92,27 +95,67 @@ def test_a_rank_that_has_not_begun_is_waited_for_as_long_as_others_move():
     assert ranks.pass_time(2000, beating=(1,)).startswith("rank 0, which has told nothing yet. It did not move")
 
 
+@pytest.mark.parametrize("left", [{}, {"done": True}])
+def test_what_a_killed_attempt_left_in_the_store_is_no_sign_of_life(left):
+    """The launcher's store may outlive the ranks; a rank is known from its second beat on."""
+    ranks = Ranks(2)
+    ranks.change(0, **left)
+    assert not ranks.pass_time(5000, beating=(1,), moving=(1,))
+    assert not ranks.pass_time(100, beating=(0, 1), moving=(0, 1))
+    assert ranks.pass_time(5000, beating=(1,), moving=(1,)).startswith("rank 0 (process 0)") or left
+
+
 def test_those_that_are_done_are_no_longer_asked():
     ranks = Ranks(2)
+    ranks.pass_time(2, beating=(0, 1))
     ranks.change(1, done=True)
     assert not ranks.pass_time(5000, beating=(0,), moving=(0,))
     ranks.change(0, done=True)
     assert not ranks.pass_time(5000)
 
 
-def test_time_limits_of_the_recipe_are_kept_and_lightnings_are_put_away():
-    mine, default = DDPStrategy(timeout=timedelta(seconds=6)), DDPStrategy()
-    for strategy in (mine, default):
-        wait_patiently(strategy)
-    assert mine._timeout == timedelta(seconds=6) and default._timeout == PATIENCE
+@pytest.mark.parametrize(
+    ("strategy", "accelerator", "backend", "limit"),
+    [
+        ("ddp", "cpu", "gloo", PATIENCE),
+        ("ddp", "gpu", "nccl", PATIENCE),
+        (DDPStrategy(), "gpu", "nccl", PATIENCE),
+        (DDPStrategy(timeout=timedelta(seconds=6), process_group_backend="gloo"), "gpu", "gloo", timedelta(seconds=6)),
+    ],
+)
+def test_time_limits_of_the_recipe_are_kept_and_others_put_out_of_the_way(monkeypatch, strategy, accelerator, backend, limit):
+    found = {}
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda backend, **given: found.update(backend=backend, **given))
+    meet(1, 2, accelerator, strategy)
+    assert found == {"backend": backend, "rank": 1, "world_size": 2, "timeout": limit}
+
+
+def test_where_the_store_is_out_of_reach_its_machine_is_named():
+    ranks = Ranks(3)
+    assert not ranks.pass_time(10, beating=(0, 1, 2), moving=(0, 1, 2))
+    said = ranks.pass_time(1000, beating=(1,), moving=(1,), reached=False)
+    assert said.startswith("rank 0 (process 0): it was last at") and "rank 2" not in said and ranks.lookout.speaker() == 1
 
 
 def test_the_store_is_where_torchrun_says():
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
-    started = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "3"}
-    assert read_topology(environ=world | started, gpus=0) == Topology(2, 2, 1, 1, "cpu", ("node1", 29500), 3)
+    started = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    assert read_topology(environ=world | started, gpus=0) == Topology(2, 2, 1, 1, "cpu", ("node1", 29500))
     assert read_topology(environ=world, gpus=0).store is None
     assert read_topology(environ=started, gpus=0).store is None
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_behind_an_error_there_is_no_farewell(error):
+    """So a process that then hangs instead of ending is one without a beat."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with nullcontext() if error is None else pytest.raises(error), Watch(("127.0.0.1", store.port), 1, 2, 50.0) as watch:
+        watch.at("the forward pass")
+        if error is not None:
+            raise error
+    sign = Sign(**json.loads(store.get(KEY.format(1))))
+    assert sign.done == (error is None) and sign.place == 1
+    assert sign.doing == ("the forward pass" if error is None else "its end, behind ZeroDivisionError")
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
@@ -149,7 +192,7 @@ def test_a_hung_rank_ends_the_job_by_its_name(tmp_path, tiny_llama, target_folde
 
 
 def test_a_slow_rank_outlives_every_time_limit(tmp_path, tiny_llama, target_folders):
-    """Rank 0 is late for the first meeting, and for a step: longer than a process that hangs would be waited for."""
+    """Rank 0 takes long before training, and for a step: longer than a process that hangs would be waited for."""
     run = make_run(tmp_path / "run", tiny_llama)
     job = Job(run, target_folders("llama"), 2, sections(1.0, steps=3), trouble="slow")
     assert job.finish(60) == [0, 0], job.said(0) + job.said(1)

@@ -89,8 +89,8 @@ class StopAt(pl.Callback):
 
 
 class Trouble(pl.Callback):
-    """What befalls one rank before its third step, where the launcher has not started it anew: it is `stopped`, `asleep` or `killed` for good; or
-    it is `slow`, before the ranks meet too."""
+    """What befalls one rank before its third step, where the launcher has not started it anew: it is `stopped`, `asleep` or `killed`
+    for good, or it is `slow`, before training too."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -106,7 +106,7 @@ class Trouble(pl.Callback):
             if trainer.global_rank == 0:
                 dawdle(3.0)
         elif trainer.global_rank == 1:
-            dawdle(2.0)  # without torchrun the ranks find each other's signs of life only when rank 0 has opened its store
+            dawdle(2.0)  # until it has told of itself
             if self.kind == "asleep":
                 time.sleep(1000)
             os.kill(os.getpid(), signal.SIGSTOP if self.kind == "stopped" else signal.SIGKILL)
