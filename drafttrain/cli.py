@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from drafttrain.commands.folder_options import CompareOptions, InspectOptions
 from drafttrain.commands.trim_options import TrimOptions
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, printable
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe, load_recipe, sections_help
 from drafttrain.run import Run
@@ -104,7 +104,7 @@ def _answered(run: Callable[[], None]) -> int:
             time.sleep(GRACE_S)
         who = "error" if speaks() else f"error (rank {rank()})"
         for sentence in str(error).splitlines():
-            print(f"{who}: {sentence}", file=sys.stderr)
+            print(f"{who}: {printable(sentence)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

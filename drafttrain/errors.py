@@ -1,5 +1,10 @@
-"""The one error that a user is meant to see."""
+"""The one error that a user is meant to see, and how words of anybody's files are shown."""
 
 
 class UserError(Exception):
     """Something the user can mend: says what, got, wanted and the way out, in one sentence. The CLI prints it and exits 2."""
+
+
+def printable(words: str) -> str:
+    """The words with everything that a terminal would obey, or that no encoding has (line ends too), spelt as Python spells it."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in words)

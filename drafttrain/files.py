@@ -103,7 +103,7 @@ def read_json(path: str | Path, what: str):
         raise UserError(
             f"{path} is missing, so {what} is not there or not finished; run the stage that makes it again."
         ) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run the stage that makes {what} again.") from None
 
 
@@ -182,6 +182,12 @@ def explain_full_disk(folder: str | Path, kept: str) -> Iterator[None]:
             raise
         where = error.filename or folder
         raise UserError(f"The disk is full ({where}): {kept} Free some space and run the same command again.") from error
+
+
+def typed_path(where: str | Path) -> Path:
+    """The path that a user typed, `~` read as a home; as it stands where `~name` is nobody's. Ask os.path what is there: of a name that is too long
+    pathlib raises."""
+    return Path(os.path.expanduser(where))
 
 
 def human_bytes(count: float) -> str:

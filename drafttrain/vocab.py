@@ -67,7 +67,7 @@ class DraftVocabulary:
 
     @staticmethod
     def full(size: int) -> "DraftVocabulary":
-        return DraftVocabulary(torch.arange(size), size)
+        return DraftVocabulary(torch.arange(size, device="cpu"), size)  # also where a net is built on meta
 
     @staticmethod
     def from_d2t(d2t: Tensor, size: int) -> "DraftVocabulary":

@@ -1,5 +1,7 @@
 """`drafttrain compare`: two drafters for one target side by side. Configuration and tensors need nothing; tau needs a recipe's target and prompts."""
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -8,6 +10,7 @@ from typing import Any
 from drafttrain.commands.drafts import Draft, load
 from drafttrain.commands.folder_options import CompareOptions
 from drafttrain.data.store import TokenStore
+from drafttrain.errors import UserError, printable
 from drafttrain.export.inspect import inspect_folder
 from drafttrain.export.inspect_pair import config_differences, tensor_rows
 from drafttrain.files import write_json_atomic
@@ -19,14 +22,18 @@ from drafttrain.validation.compare import Compared, compare_tau
 
 def run(options: CompareOptions, recipe: Recipe | None) -> None:
     """Print the tables, and write them as JSON where asked. Raises UserError; what a folder has wrong is printed, and stops nothing but measuring."""
+    if options.json is not None:
+        _require_file(options.json)
     a, b = inspect_folder(options.a), inspect_folder(options.b)
     for letter, found in (("A", a), ("B", b)):
-        print(f"{letter}: {options.a if found is a else options.b}: {dict(found.lines)['what']}")
+        print(f"{letter}: {printable(options.a if found is a else options.b)}: {dict(found.lines)['what']}")
         for fault in found.faults:
             print(f"{letter} has a fault: {fault}")
     configs, tensors = config_differences(a, b), tensor_rows(a, b)
     _print_table(
-        ("configuration", "A", "B"), [(name, _short(x), _short(y)) for name, x, y in configs], "configurations say the same"
+        ("configuration", "A", "B"),
+        [(printable(name), _short(x), _short(y)) for name, x, y in configs],
+        "configurations say the same",
     )
     _print_table(("tensor", "A", "B", "largest difference"), _different(tensors), "tensors are equal, number for number")
     compared = None if recipe is None else _measured(options, recipe)
@@ -38,8 +45,40 @@ def run(options: CompareOptions, recipe: Recipe | None) -> None:
             "tensors": [{"name": name, "a": x, "b": y, "largest_difference": gap} for name, x, y, gap in tensors],
             "tau": None if compared is None else asdict(compared),
         }  # fmt: skip
-        write_json_atomic(options.json, told)
+        _written(options.json, told)
         print(f"{options.json}: the same as JSON")
+
+
+def _written(file: Path, told: dict[str, Any]) -> None:
+    """Write it as JSON. UserError where no file can be."""
+    try:
+        write_json_atomic(file, _sayable(told))
+    except (OSError, ValueError) as error:
+        raise _no_file(file, getattr(error, "strerror", None) or str(error)) from error
+
+
+def _require_file(file: Path) -> None:
+    """UserError where a folder, or nothing, is named, before anything is measured."""
+    if os.path.isdir(file) or not file.name:
+        raise _no_file(file, "it is a folder")
+    above = next(place for place in file.absolute().parents if os.path.exists(place))
+    if not (os.path.isdir(above) and os.access(above, os.W_OK)):
+        raise _no_file(file, f"{above} is no folder that can be written")
+
+
+def _no_file(file: Path, why: str) -> UserError:
+    return UserError(f"--json is {printable(str(file))}, where no file can be written ({why}); give the name of a file.")
+
+
+def _sayable(value: Any) -> Any:
+    """The same without numbers and characters that JSON in UTF-8 does not know, as text."""
+    if isinstance(value, dict):
+        return {_sayable(key): _sayable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_sayable(inner) for inner in value]
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _measured(options: CompareOptions, recipe: Recipe) -> Compared:
@@ -69,11 +108,11 @@ def _measured(options: CompareOptions, recipe: Recipe) -> Compared:
 
 def _different(rows: Sequence[tuple[str, str, str, float | None]]) -> list[tuple[str, ...]]:
     """The tensors that are not the same in both."""
-    return [(name, x, y, "" if gap is None else f"{gap:.3g}") for name, x, y, gap in rows if gap != 0 or x != y]
+    return [(printable(name), x, y, "" if gap is None else f"{gap:.3g}") for name, x, y, gap in rows if gap != 0 or x != y]
 
 
 def _short(value: Any) -> str:
-    return "-" if value is None else str(value)
+    return "-" if value is None else printable(str(value))
 
 
 def _print_table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]], none: str) -> None:

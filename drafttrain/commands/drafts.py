@@ -14,7 +14,7 @@ from typing import Any
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.measured import AsPublished
 from drafttrain.drafters.save import load_drafter
-from drafttrain.drafters.start_files import find
+from drafttrain.drafters.start_files import find, fitting
 from drafttrain.errors import UserError
 from drafttrain.export.card import MADE_FILE, report_of, write_card
 from drafttrain.export.export import load_export
@@ -76,9 +76,10 @@ class Draft:
 
     def load(self, target: Target, recipe: Recipe) -> tuple[DrafterNet, dict[str, Any]]:
         """The net, and what a report says of it. Notes are printed. UserError for a folder that is damaged, or no drafter of this target."""
-        facts = {"draft": self.where, "export_hash": export_hash(self.folder)}
-        if any((self.folder / sign).exists() for sign in ("drafter.json", MADE_FILE)):
-            return load_draft(self.folder, target), facts
+        with fitting(f"--draft {self.where}" if not self.own else self.where):
+            facts = {"draft": self.where, "export_hash": export_hash(self.folder)}
+            if any((self.folder / sign).exists() for sign in ("drafter.json", MADE_FILE)):
+                return load_draft(self.folder, target), facts
         published = AsPublished.open(self.where, recipe.checkpoint.start_pickle, recipe.drafter, target)
         net, lines = published.build()
         for line in lines:

@@ -1,5 +1,6 @@
 """Which drafter `drafttrain export` writes: the run's best one, its newest training state, or what stands at a path (`export.checkpoint`)."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from drafttrain.drafters.save import load_drafter
 from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.drafters.warm_start import kept_vocabulary
 from drafttrain.errors import UserError
+from drafttrain.files import typed_path
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run
 from drafttrain.target.target import Target
@@ -30,8 +32,8 @@ def find_source(recipe: Recipe, run: Run) -> Path | TrainingState:
         return run.best
     if asked == "last":
         return TrainingState.newest(run.checkpoints)
-    if (Path(asked).expanduser() / SAVED).exists():
-        return Path(asked).expanduser()
+    if os.path.exists(typed_path(asked) / SAVED):
+        return typed_path(asked)
     return TrainingState.at(asked, run.checkpoints, recipe.export.pickle)
 
 

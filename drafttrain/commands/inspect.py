@@ -1,16 +1,16 @@
 """`drafttrain inspect`: what a folder with a drafter is, ours or anybody's, and what is wrong with it."""
 
 from drafttrain.commands.folder_options import InspectOptions
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, printable
 from drafttrain.export.inspect import inspect_folder
 from drafttrain.export.inspect_target import read_target
 
 
 def run(options: InspectOptions) -> None:
     """Print it. Raises UserError, behind everything that is to be printed, with a line for each fault."""
-    target = read_target(options.target) if options.target else None
+    target = read_target(options.target) if options.target is not None else None
     found = inspect_folder(options.path, target)
-    print(f"{options.path}:")
+    print(f"{printable(options.path)}:")
     width = max(len(name) for name, _ in found.lines)
     for name, words in found.lines:
         print(f"  {name:<{width}}  {words}")

@@ -1,5 +1,6 @@
 """What `drafttrain plan` can tell of `checkpoint.start` before anything is downloaded or loaded: that it is there, can be read and fits."""
 
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.save import read_record
 from drafttrain.drafters.warm_start import WarmStart
 from drafttrain.errors import UserError
+from drafttrain.files import typed_path
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run
 from drafttrain.target.target import Target
@@ -33,7 +35,7 @@ def find_start(recipe: Recipe, run: Run, target: Target, made_with: Identity | N
         return None, []
     if find_last(run.checkpoints) is not None:
         return None, [f"checkpoint.start {where} is not read again: the run goes on from its own checkpoint"]
-    folder = Path(where).expanduser()
+    folder = typed_path(where)
     if not folder.exists():
         if _may_be_hub_id(where):
             return None, [
@@ -58,7 +60,7 @@ def require_start(recipe: Recipe, run: Run) -> None:
         return
     if recipe.task == "on_policy":
         require_trained(recipe.on_policy, where)
-    if where is None or Path(where).expanduser().exists() or _may_be_hub_id(where):
+    if where is None or os.path.exists(typed_path(where)) or _may_be_hub_id(where):
         return
     name = _run_of(Path(where))
     first = "" if name is None else f"train the recipe named {name} first, which makes it, or "
@@ -70,9 +72,9 @@ def require_start(recipe: Recipe, run: Run) -> None:
 def start_tau(recipe: Recipe) -> float | None:
     """Held-out tau of the drafter that training begins from, where its training measured it."""
     where = recipe.checkpoint.start
-    if where is None or not (Path(where).expanduser() / "drafter.json").exists():
+    if where is None or not os.path.exists(typed_path(where) / "drafter.json"):
         return None
-    return (read_record(Path(where).expanduser())["facts"].get("held_out") or {}).get("tau")
+    return (read_record(typed_path(where))["facts"].get("held_out") or {}).get("tau")
 
 
 def filled(start: WarmStart, net: DrafterNet) -> list[str]:

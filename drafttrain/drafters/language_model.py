@@ -7,6 +7,7 @@ The two forms differ by the norms that Qwen3 has on every head's queries and key
 Letters: V vocabulary, H width.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from drafttrain.drafters.decoder import DecoderShape, plain_rope
-from drafttrain.drafters.start_files import WEIGHTS, find, read_tensors
+from drafttrain.drafters.start_files import WEIGHTS, find, fitting, read_config, read_tensors
 from drafttrain.errors import UserError
-from drafttrain.files import read_json
+from drafttrain.files import typed_path
 from drafttrain.target.target import Target
 from drafttrain.target.template import ChatTemplate
 
@@ -28,6 +29,8 @@ PLAIN: dict[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bia
 """Fields of config.json for which there is one value that we compute."""
 WINDOWLESS = {"default", "linear", "llama3"}
 """Kinds of rotary positions whose angles do not depend on how many there are."""
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+"""Fields of config.json that count something."""
 NOT_WEIGHTS = "rotary_emb.inv_freq"
 """Tables that old checkpoints hold."""
 
@@ -69,6 +72,11 @@ def language_model(config: Mapping[str, Any], target: Target, what: str) -> Lang
         f"{name} is {getattr(said, name)!r}, not {value!r}"
         for name, value in PLAIN.items()
         if getattr(said, name, value) != value
+    ]
+    faults += [
+        f"{name} is {getattr(said, name)!r}, which is no size"
+        for name in SIZES
+        if not getattr(said, name) or getattr(said, name) < 1
     ]
     if said.vocab_size != target.vocab:
         faults.append(f"its vocabulary has {said.vocab_size:,} rows, the target's {target.vocab:,}, and tokens must be the same")
@@ -113,7 +121,8 @@ class Checkpoint:
         Raises UserError where it is missing or damaged, or no model of the target's tokens.
         """
         folder, what = find(where, pickle=False, asked=ASKED), f"{ASKED} {where}"
-        sizes = language_model(read_json(folder / "config.json", what), target, what)
+        with fitting(what):
+            sizes = language_model(read_config(folder, what), target, what)
         if target.tokenizer is not None:
             _require_tokenizer(where, folder, target)
         return Checkpoint(where, folder, sizes)
@@ -163,7 +172,7 @@ def first_token(target: Target) -> int:
 def _require_tokenizer(where: str, folder: Path, target: Target) -> None:
     from transformers import AutoTokenizer
 
-    local = Path(where).expanduser().is_dir()
+    local = os.path.isdir(typed_path(where))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder if local else where, revision=None if local else folder.name)
     except Exception as error:  # transformers raises a dozen kinds; every one means that there is none

@@ -18,16 +18,15 @@ from drafttrain.drafters.published import recognise
 from drafttrain.drafters.published_layout import Published
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.drafters.save import read_record
-from drafttrain.drafters.start_files import find, read_tensors
+from drafttrain.drafters.start_files import find, fitting, read_config, read_tensors
 from drafttrain.errors import UserError
-from drafttrain.files import read_json
 from drafttrain.target.identity import differences
 from drafttrain.target.target import Target
 from drafttrain.vocab import DraftVocabulary
 
 MAPS = ("d2t", "t2d", "token_map")
 """Tensors that say which tokens a head has."""
-TRAINING_ONLY = ("depth", "draft_vocab", "least_coverage", "noise", "dropout", "anchors", "cod_ratio", "cod_least")
+TRAINING_ONLY = ("depth", "draft_vocab", "least_coverage", "noise", "dropout", "anchors", "prefix_base", "cod_ratio", "cod_least")
 """Arguments of our drafters that another training of the same net may change."""
 COMPARED_ROWS = 4096
 """Rows of a table that are compared with the target's."""
@@ -59,14 +58,15 @@ class Source:
         folder, what = find(where, pickle, cls.asked), f"{cls.asked} {where}"
         tensors = read_tensors(folder, pickle, what)
         notes: tuple[str, ...] = ()
-        if (folder / "drafter.json").exists():
-            record = read_record(folder)
-            found = _ours(record["class_path"], record["init_args"], record["identity"], tensors, target, what)
-            strange = differences(record["identity"], target.identity)
-            notes = (f"it was trained with another target ({'; '.join(strange)})",) if strange else ()
-        else:
-            found = _published(read_json(folder / "config.json", what), tensors, target, what)
-        return cls(where, found, target, _spoken(found, target.vocab, what), (*notes, *found.notes), **more)
+        with fitting(what):
+            if (folder / "drafter.json").exists():
+                record = read_record(folder)
+                found = _ours(record["class_path"], record["init_args"], record["identity"], tensors, target, what)
+                strange = differences(record["identity"], target.identity)
+                notes = (f"it was trained with another target ({'; '.join(strange)})",) if strange else ()
+            else:
+                found = _published(read_config(folder, what), tensors, target, what)
+            return cls(where, found, target, _spoken(found, target.vocab, what), (*notes, *found.notes), **more)
 
     @property
     def held(self) -> DraftVocabulary | None:

@@ -1,7 +1,12 @@
 """Finding the folder of a trained drafter, and reading its tensors: a local folder or a Hub id, safetensors or (on request) a pickle."""
 
+import json
+import os
 import pickle as pickles
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -9,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.errors import UserError
+from drafttrain.files import typed_path
 
 WEIGHTS = "*.safetensors"
 PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
@@ -20,16 +26,43 @@ def find(where: str, pickle: bool, asked: str = "checkpoint.start") -> Path:
     UserError if it is not to be had."""
     from huggingface_hub import snapshot_download
 
-    local = Path(where).expanduser()
-    if local.is_dir():
+    local = typed_path(where)
+    if os.path.isdir(local):
         return local
-    if local.exists() or where.startswith(("/", "./", "../", "~")) or where.count("/") != 1:
+    if os.path.exists(local) or where.startswith(("/", "./", "../", "~")) or where.count("/") != 1:
         raise UserError(f"{asked} is {where}, but there is no such folder; give an existing folder or a Hub id (owner/name).")
     wanted = [*WANTED, *(PICKLES if pickle else ())]
     try:
         return Path(snapshot_download(where, allow_patterns=wanted))
     except Exception as error:  # the client raises a dozen kinds here; every one means that the checkpoint cannot be had
         raise UserError(f"{asked} {where} could not be downloaded: {_reason(error)}") from error
+
+
+def read_config(folder: Path, what: str) -> dict[str, Any]:
+    """config.json of a folder that anybody made. UserError where it is missing, damaged or no object with keys."""
+    try:
+        found = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise UserError(f"{what} has no config.json, which says what the weights are; copy it there.") from None
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"{what} has a config.json that cannot be read ({error}); download or copy it again.") from error
+    if not isinstance(found, dict):
+        raise UserError(
+            f"{what} has a config.json that holds a {type(found).__name__} instead of an object with keys; download or copy it again."
+        )
+    return found
+
+
+@contextmanager
+def fitting(what: str) -> Iterator[None]:
+    """Turns what Python raises inside the block, where a folder's JSON holds values that its reader does not expect, into a UserError."""
+    try:
+        yield
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        told = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise UserError(
+            f"{what} says things of itself that do not fit together ({told}); `python -m drafttrain inspect` names them, or download or copy it again."
+        ) from error
 
 
 def _reason(error: Exception) -> str:

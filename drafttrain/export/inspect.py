@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from drafttrain.drafters.published import Published
+from drafttrain.errors import printable
 from drafttrain.export.block_format import BlockFormat
 from drafttrain.export.card import MADE_FILE
 from drafttrain.export.format import NAMES, Engine
@@ -57,7 +58,8 @@ def inspect_folder(where: str, target: TargetSizes | None = None) -> Inspection:
     lines = _as_far_as_it_goes(folder, lambda: _lines(reading, kind)) or [
         ("what", "not known, for what it says of itself cannot be read")
     ]
-    return Inspection(lines, folder.notes, folder.faults, reading.config, folder)
+    folder.notes, folder.faults = ([printable(words) for words in told] for told in (folder.notes, folder.faults))
+    return Inspection([(what, printable(words)) for what, words in lines], folder.notes, folder.faults, reading.config, folder)
 
 
 def _as_far_as_it_goes(folder: Folder, look: Callable[[], T]) -> T | None:
@@ -164,7 +166,8 @@ def _fc_layers(reading: Reading) -> int:
 
 def _checkpoint(reading: Reading, record: Mapping[str, Any]) -> Kind | None:
     """A folder that training wrote, checkpoints/best."""
-    if missing := sorted({"class_path", "init_args", "identity", "facts"} - record.keys()):
+    said = {key for key, value in record.items() if value is not None}
+    if missing := sorted({"class_path", "init_args", "identity", "facts"} - said):
         reading.fault(
             f"drafter.json has no {', '.join(missing)}, so it is damaged; train again from checkpoints/last, or restore it."
         )

@@ -5,6 +5,7 @@ a fault like any other, so that one look tells all that is wrong.
 """
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,8 @@ from torch import Tensor
 from drafttrain.drafters.start_files import PICKLES, WEIGHTS, find
 from drafttrain.export.card import MADE_FILE
 from drafttrain.export.eagle import TOKEN_MAP
-from drafttrain.export.inspect_values import tidied
+from drafttrain.export.inspect_values import SHOWN, tidied
+from drafttrain.files import typed_path
 
 INDEX = "*.safetensors.index.json"
 PICKLED = (*PICKLES, "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -25,6 +27,12 @@ SMALL = (TOKEN_MAP, "mask_embedding.pt")
 """Pickles that an engine asks for beside the weights."""
 PICKLE_BEGINS = (b"PK\x03\x04", b"\x80")
 POINTER_BEGINS = b"version https://git-lfs"
+MAPS = ("d2t", "t2d", "token_map")
+"""Tensors that say which tokens a reduced vocabulary has."""
+LONGEST = 255
+"""Bytes of a file's name."""
+DEEPEST = 100
+"""Objects within objects: who goes through them calls himself for each."""
 AGAIN = "download or copy it again"
 
 
@@ -69,7 +77,7 @@ def read_folder(where: str) -> Folder:
 
 def _located(where: str) -> Path:
     found = find(where, pickle=False, asked="the drafter")
-    if not Path(where).expanduser().is_dir():
+    if not os.path.isdir(typed_path(where)):
         _fetch(where, [INDEX])
     return found
 
@@ -89,15 +97,27 @@ def _json(folder: Folder, name: str) -> dict[str, Any] | None:
     """The object in a JSON file; None where there is none, or behind a fault."""
     try:
         found = json.loads((folder.path / name).read_text())
+        if _levels(found) > DEEPEST:
+            raise ValueError(f"objects within objects, more than {DEEPEST} deep")
+        if isinstance(found, dict):
+            return tidied(found, name, folder.faults.append)
     except FileNotFoundError:
         return None
     except (ValueError, OSError, RecursionError) as error:
         folder.faults.append(f"{name} is not JSON ({error}), so nobody can read the drafter; {AGAIN}.")
         return None
-    if not isinstance(found, dict):
-        folder.faults.append(f"{name} holds a {type(found).__name__} instead of an object with keys; {AGAIN}.")
-        return None
-    return tidied(found, name, folder.faults.append)
+    folder.faults.append(f"{name} holds a {type(found).__name__} instead of an object with keys; {AGAIN}.")
+    return None
+
+
+def _levels(value: Any) -> int:
+    """How deep objects and lists are nested."""
+    levels, layer = 0, [value]
+    while layer := [
+        inner for each in layer for inner in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+    ]:
+        levels += 1
+    return levels
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------------
@@ -120,6 +140,10 @@ def _read_weights(folder: Folder) -> None:
             )
         kept |= dict.fromkeys(tensors, file.name)
         folder.tensors |= tensors
+    for name in [name for name in MAPS if name in folder.tensors and not folder.tensors[name].dim()]:
+        folder.whole = False
+        folder.faults.append(f"{name} is a single number, but must be a row of them; write it again from the trained drafter.")
+        del folder.tensors[name]
     for index in sorted(folder.path.glob(INDEX)):
         _check_index(folder, index.name, kept)
 
@@ -166,18 +190,34 @@ def _check_index(folder: Folder, name: str, kept: dict[str, str]) -> None:
         if found is not None:
             folder.faults.append(f"{name} has no weight_map, by which readers find the tensors; {AGAIN}.")
         return
-    for shard in sorted({str(place) for place in places.values()}):
+    if wrong := sorted(tensor for tensor, place in places.items() if not _plain_name(place)):
+        folder.whole = False
+        folder.faults.append(
+            f"{name} looks for {wrong[0]}{_more(wrong)} in {str(places[wrong[0]])[:SHOWN]!r}, which is no name of a file in the folder; write the index "
+            "again."
+        )
+        places = {tensor: place for tensor, place in places.items() if tensor not in wrong}
+    for shard in sorted(set(places.values())):
         if not (folder.path / shard).is_file():
             lost = sorted(tensor for tensor, place in places.items() if place == shard)
             folder.whole = False
             folder.faults.append(f"{name} names {shard}, which is not there ({lost[0]}{_more(lost)} would be in it); {AGAIN}.")
     for tensor, place in sorted(places.items()):
-        if (folder.path / str(place)).is_file() and place in kept.values() and kept.get(tensor) != place:
+        if (folder.path / place).is_file() and place in kept.values() and kept.get(tensor) != place:
             folder.faults.append(f"{name} looks for {tensor} in {place}, where it is not; write the index again.")
-    for tensor in sorted(kept.keys() - places.keys()):
+    for tensor in sorted(kept.keys() - places.keys() - set(wrong)):
         folder.faults.append(
             f"{name} does not name {tensor}, which is in {kept[tensor]} and would not be read; write the index again."
         )
+
+
+def _plain_name(place: Any) -> bool:
+    return (
+        isinstance(place, str)
+        and place not in ("", ".", "..")
+        and "/" not in place
+        and len(place.encode(errors="replace")) <= LONGEST
+    )
 
 
 def _more(names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from drafttrain.vocab import DraftVocabulary
 
 OUTLINE_LAYERS = 8
 """Layers of a target that is only an outline, where nothing names more."""
-WRONG_TYPES = (TypeError, ValueError, AttributeError, KeyError, RuntimeError, IndexError)
+WRONG_TYPES = (TypeError, ValueError, AttributeError, KeyError, RuntimeError, IndexError, ZeroDivisionError)
 """What reading a config.json raises whose values are not of the types that they should be."""
 
 

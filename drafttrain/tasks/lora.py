@@ -79,7 +79,7 @@ def begin(
     UserError where `layers` names no matrix, peft is missing, or a run that goes on has lost the drafter that it adapts.
     """  # fmt: skip
     if resumed:
-        net.load_state_dict(_read_base(checkpoints))
+        _load_base(net, checkpoints)
     elif rank == 0:
         save_drafter(checkpoints / BASE, net, drafter, identity, {})
     base = {name: weight.detach().float().cpu().clone() for name, weight in net.named_parameters()}
@@ -101,6 +101,12 @@ def insert(net: DrafterNet, config: LoraConfig) -> tuple[Any, str]:
             f"lora.rank is {config.rank}, but the library peft, which makes the adapters, is not installed; install drafttrain[peft], or set it to null."
         ) from None
     names = matrices(net, config.layers, token_sides(net))
+    sides = [min(net.get_parameter(f"{name}.weight").shape) for name in names]
+    if config.rank is not None and names and config.rank > max(sides):
+        raise UserError(
+            f"lora.rank is {config.rank:,}, but none of the {len(names)} matrices has a rank above {max(sides):,}, so adapters would only be larger than "
+            f"the matrices; set it to {max(sides)} or less, or to null to train the drafter's own weights."
+        )
     exactly = "|".join(re.escape(name) for name in names)  # a list of names would be read as one of endings
     made = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=exactly)
     peft.inject_adapter_in_model(made, net, adapter_name=NAME)
@@ -121,13 +127,14 @@ def matrices(net: nn.Module, ends: Collection[str], tokens: Collection[int]) -> 
     return [name for name in linear if any(name in names for names in found.values())]
 
 
-def _read_base(checkpoints: Path) -> dict[str, Tensor]:
+def _load_base(net: DrafterNet, checkpoints: Path) -> None:
+    """Gives a net the weights of the drafter that is adapted. UserError where they are lost, or another drafter's."""
     file = checkpoints / BASE / "drafter.safetensors"
     try:
         tensors = load_file(str(file))
-    except (OSError, SafetensorError) as error:
+        net.load_state_dict({name: tensor for name, tensor in tensors.items() if name != "d2t"})
+    except (OSError, SafetensorError, RuntimeError) as error:
         raise UserError(
-            f"{file}, which holds the drafter that this run adapts, cannot be read ({error}); restore it, or delete {checkpoints} to begin anew from "
-            "checkpoint.start."
+            f"{file}, which holds the drafter that this run adapts, cannot be read ({' '.join(str(error).split())[:240]}); restore it, or delete "
+            f"{checkpoints} to begin anew from checkpoint.start."
         ) from error
-    return {name: tensor for name, tensor in tensors.items() if name != "d2t"}

@@ -14,6 +14,7 @@ the recipe's word (`export.pickle`).
 import contextlib
 import importlib.util
 import io
+import os
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from drafttrain.errors import UserError
-from drafttrain.files import read_json
+from drafttrain.files import read_json, typed_path
 from drafttrain.tasks.checkpoints import FACTS, STATE, find_last
 
 NET = "net."
@@ -63,10 +64,10 @@ class TrainingState:
 
         UserError if it is not there, was interrupted while it was written, or lies outside of `checkpoints` without the word for it.
         """
-        place = Path(where).expanduser()
+        place = typed_path(where)
         if begun := next((part for part in (place, *place.parents) if part.name.startswith(WRITING)), None):
             raise _interrupted(str(begun))
-        if not place.exists():
+        if not os.path.exists(place):
             raise UserError(
                 f"export.checkpoint is {where}, but nothing is there; set it to best, last, or the path of a drafter, of a step of training "
                 "(checkpoints/last/step_...), of a Lightning checkpoint or of a DeepSpeed folder."

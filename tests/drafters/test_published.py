@@ -591,7 +591,7 @@ def test_layouts_and_folders_that_are_not_known(tiny_llama, tmp_path):
     assert "there is no such folder" in refused(tiny_llama, EAGLE3, tmp_path / "nowhere")
     alone = write(tmp_path / "alone", *specforge(source(tiny_llama, EAGLE3)))
     (alone / "config.json").unlink()
-    assert "config.json is missing" in refused(tiny_llama, EAGLE3, alone)
+    assert "has no config.json" in refused(tiny_llama, EAGLE3, alone)
 
 
 def test_damaged_and_doubled_files(tiny_llama, tmp_path):
