@@ -98,7 +98,7 @@ def insert(net: DrafterNet, config: LoraConfig) -> tuple[Any, str]:
         import peft
     except ImportError:
         raise UserError(
-            f"lora.rank is {config.rank}, but the library peft, which makes the adapters, is not installed; install drafttrain[peft], or set it to null."
+            f"lora.rank is {config.rank}, but the library peft, which makes the adapters, is not installed; run `pip install peft`, or set it to null."
         ) from None
     names = matrices(net, config.layers, token_sides(net))
     sides = [min(net.get_parameter(f"{name}.weight").shape) for name in names]
