@@ -341,6 +341,9 @@ def _fit(
     take_over_signals(trainer)
     if uses_deepspeed(trainer.strategy):  # its guess looks for a batch size in the loader, which has none
         trainer.strategy.config.setdefault("train_micro_batch_size_per_gpu", sections.data.rows)
+        trainer.strategy.config.setdefault(
+            "zero_force_ds_cpu_optimizer", False
+        )  # torch's AdamW steps what is offloaded too; DeepSpeed's is compiled
     if saved is not None:
         _require_same_keeper(saved, task.share, uses_deepspeed(trainer.strategy))
     try:
