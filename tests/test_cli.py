@@ -340,7 +340,9 @@ def test_pipeline_runs_the_stages_in_order(tmp_path):
 def test_pipeline_stops_at_the_first_failure_with_its_code(tmp_path):
     code, calls = pipeline(tmp_path, "drafttrain train", "4")
     assert code == 7 and len(calls) == 2
-    assert calls[1].startswith("-m torch.distributed.run --standalone --nproc-per-node 4 --max-restarts 0 -m drafttrain train --config r.yaml")
+    assert calls[1].startswith(
+        "-m torch.distributed.run --standalone --nproc-per-node 4 --max-restarts 0 -m drafttrain train --config r.yaml"
+    )
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
