@@ -115,7 +115,7 @@ def train(
             )
             return checkpoints / "best"
     watch = Watch(topology.store, topology.rank, topology.world, checkpoint.hung_s)
-    if topology.world > 1:
+    if topology.store is not None:
         meet(topology.rank, topology.world, topology.accelerator, trainer.get("strategy"))
     with StopSignal() as stop, watch:
         say(f"loading {target.path}")
