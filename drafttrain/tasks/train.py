@@ -55,6 +55,7 @@ from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.tasks.watch import Watch, meet
+from drafttrain.tasks.zero_state import ZeroState, cut_anew
 from drafttrain.types import Request
 
 OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -345,7 +346,9 @@ def _fit(
             "zero_force_ds_cpu_optimizer", False
         )  # torch's AdamW steps what is offloaded too; DeepSpeed's is compiled
     if saved is not None:
-        _require_same_keeper(saved, task.share, uses_deepspeed(trainer.strategy))
+        _require_same_keeper(saved, uses_deepspeed(trainer.strategy))
+        if saved.state.is_dir():
+            _cut_anew(trainer.strategy, task, saved)
     try:
         trainer.fit(task, loader, ckpt_path=None if saved is None else str(saved.state), weights_only=True)
     finally:
@@ -354,19 +357,21 @@ def _fit(
         torch.distributed.destroy_process_group()
 
 
-def _require_same_keeper(saved: Saved, share: Share, deepspeed: bool) -> None:
-    """UserError if the state on disk was written by another kind of strategy, or by DeepSpeed with another number of processes."""
+def _require_same_keeper(saved: Saved, deepspeed: bool) -> None:
+    """UserError if the state on disk was written by another kind of strategy."""
     kinds = {True: "DeepSpeed", False: "a strategy other than DeepSpeed"}
     if saved.state.is_dir() != deepspeed:
         raise UserError(
             f"{saved.folder} was saved with {kinds[saved.state.is_dir()]}, but trainer.strategy is now {kinds[deepspeed]}, which cannot read it; "
             "use the hardware recipe of before, or give the run another `name`."
         )
-    if deepspeed and saved.share["world"] != share.world:
-        raise UserError(
-            f"{saved.folder} holds one piece of DeepSpeed's optimizer for each of {saved.share['world']} processes, but {share.world} were "
-            f"started; start {saved.share['world']}, or give the run another `name`."
-        )
+
+
+def _cut_anew(strategy: Any, task: DistillTask, saved: Saved) -> None:
+    """Where DeepSpeed's pieces were made for another number of processes or by another stage, other ones are made of them."""
+    state = ZeroState(saved.state)
+    if (state.world, state.stage) != (task.share.world, int(strategy.config["zero_optimization"]["stage"])):
+        cut_anew(strategy, task, state)
 
 
 def _quiet() -> None:

@@ -40,17 +40,17 @@ def _nothing() -> None:
 
 def _rank(environment: dict[str, str], said: Path, run: Path, target: Path, sections: dict[str, Any], more: dict) -> None:
     os.environ |= environment
-    with open(said, "a", buffering=1) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-        sys.stdout = sys.stderr = file
-        train_process.main(run, target, sections, **more)
+    file = said.open("a", buffering=1)
+    sys.stdout = sys.stderr = file  # to the end of the process, which tells of its errors behind this function
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    train_process.main(run, target, sections, **more)
 
 
 class Job:
     """The ranks of one start."""
 
-    def __init__(self, run: Path, target: Path, ranks: int, sections: dict[str, Any], **more):
+    def __init__(self, run: Path, target: Path, ranks: int, sections: dict[str, Any], deepspeed_on_cpu: bool = False, **more):
         _warm_up()
         with socket.socket() as s:
             s.bind(("", 0))
@@ -59,6 +59,7 @@ class Job:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
             "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "warm", "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
+        shared |= {"DS_ACCELERATOR": "cpu"} if deepspeed_on_cpu else {}
         self.run = run
         self._said_before = [len(self._all_said(rank)) for rank in range(ranks)]
         self.ranks: list[BaseProcess] = [
