@@ -80,7 +80,7 @@ class Draft:
             facts = {"draft": self.where, "export_hash": export_hash(self.folder)}
             if any((self.folder / sign).exists() for sign in ("drafter.json", MADE_FILE)):
                 return load_draft(self.folder, target), facts
-        published = AsPublished.open(self.where, recipe.checkpoint.start_pickle, recipe.drafter, target)
+        published = AsPublished.open(self.where, recipe.checkpoint.start_pickle, recipe.drafter, target, self.folder)
         net, lines = published.build()
         for line in lines:
             print(line)

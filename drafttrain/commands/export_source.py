@@ -10,6 +10,7 @@ from drafttrain.data.store import TokenStore
 from drafttrain.data.token_counts import count
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.save import load_drafter
+from drafttrain.drafters.start_files import unlike
 from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.drafters.warm_start import kept_vocabulary
 from drafttrain.errors import UserError
@@ -50,15 +51,7 @@ def load_source(source: Path | TrainingState, recipe: Recipe, run: Run, target: 
             "of checkpoints/last_drafter, which is as new."
         )
     net = recipe.drafter.build(target, _vocabulary(source, recipe, run, target))
-    own = net.state_dict()
-    faults = [f"{name} is missing" for name in sorted(own.keys() - weights.keys())]
-    faults += [f"{name} is unknown" for name in sorted(weights.keys() - own.keys())]
-    faults += [
-        f"{name} is {list(weights[name].shape)} instead of {list(own[name].shape)}"
-        for name in sorted(own.keys() & weights.keys())
-        if own[name].shape != weights[name].shape
-    ]
-    if faults:
+    if faults := unlike(weights, net.state_dict()):
         raise UserError(
             f"export.checkpoint {source.where} holds another drafter than the recipe's {type(recipe.drafter).__name__}: {'; '.join(faults)}; give the "
             "recipe that it was trained with."

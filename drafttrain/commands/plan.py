@@ -1,7 +1,6 @@
 """`drafttrain plan`: the resolved recipe and its arithmetic, without weights, data or processes."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +38,7 @@ from drafttrain.files import human_bytes
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run, dump_yaml
-from drafttrain.target.hub import hub_answers
+from drafttrain.target.hub import only_cached
 from drafttrain.target.load import locate, reason
 from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_start import drafts_of
@@ -131,11 +130,11 @@ def outline(recipe: Recipe) -> tuple[Target | None, str]:
 
     config = recipe.target
     where, gguf = locate(config.path)
-    extra: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf}
-    if not Path(where).is_dir() and not hub_answers(where, config.revision):
-        extra["local_files_only"] = True
+    extra: dict[str, Any] = {"revision": config.revision, "local_files_only": only_cached(where, config.revision)}
+    if gguf is not None:
+        extra["gguf_file"] = gguf
     try:
-        found = AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code, **extra)
+        found = AutoConfig.from_pretrained(where, trust_remote_code=config.trust_remote_code, **extra)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(found, trust_remote_code=config.trust_remote_code)
     except Exception as error:  # transformers raises a dozen kinds; a plan goes on without

@@ -177,15 +177,12 @@ class BlockNet(ParallelNet):
     def layout(self, sequences: Sequences, depth: int | None = None, numbers: list[tuple[int, ...]] | None = None) -> Layout:
         depth = depth or self.needs.depth
         self.require_drafts(depth, "a layout")
-        most, base = self.config.anchors, self.config.prefix_base
         if numbers is None:
             return chain_layout(sequences, depth, self.speaks_V)
+        base, most = self.config.prefix_base, min(self.config.anchors or 0, sequences.ids_BT.shape[1])
+        keep_BT = some_anchors(sequences, most, numbers) if most else None
         shown_BT = None if base is None else drawn_prefixes(sequences, depth, base, numbers)
-        if most is None:
-            return chain_layout(sequences, depth, self.speaks_V, shown_BT=shown_BT)
-        most = min(most, sequences.ids_BT.shape[1])
-        keep_BT = some_anchors(sequences, most, numbers)
-        return chain_layout(sequences, depth, self.speaks_V, keep_BT, least_queries=most, shown_BT=shown_BT)
+        return chain_layout(sequences, depth, self.speaks_V, keep_BT, most, shown_BT)
 
     def rows(self, sequences: Sequences, features: Features, layout: Layout) -> Drafted:
         """One block behind the anchor of every drafting row."""

@@ -132,6 +132,14 @@ class Layer(nn.Module):
         return h + self.mlp(self.post_attention_layernorm(h))
 
 
+class PlainLayer(Layer):
+    """An ordinary pre-norm block."""
+
+    def __init__(self, shape: DecoderShape):
+        super().__init__(shape, inputs=shape.hidden)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.rms_eps)
+
+
 class FusedInputLayer(Layer):
     """A block whose attention reads the embedding of the next token beside the hidden state (EAGLE-3)."""
 

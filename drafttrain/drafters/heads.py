@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet, Frozen, Needs
-from drafttrain.drafters.decoder import DecoderShape, Layer, RMSNorm
+from drafttrain.drafters.decoder import DecoderShape, PlainLayer, RMSNorm
 from drafttrain.drafters.head import TargetHead, begin_as_target
 from drafttrain.drafters.tree_state import ContextState, last_of
 from drafttrain.errors import UserError
@@ -155,12 +155,11 @@ class Head(nn.Module):
         return r
 
 
-class PrefixLayer(Layer):
+class PrefixLayer(PlainLayer):
     """One decoder block with its norms before and behind, over final states (Hydra++)."""
 
     def __init__(self, shape: DecoderShape):
-        super().__init__(shape, inputs=shape.hidden)
-        self.input_layernorm = RMSNorm(shape.hidden, shape.rms_eps)
+        super().__init__(shape)
         self.norm = RMSNorm(shape.hidden, shape.rms_eps)
 
 

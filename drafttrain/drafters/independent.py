@@ -24,13 +24,12 @@ from torch.nn.functional import linear, pad
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet, Needs
 from drafttrain.drafters.block import BlockAttention
-from drafttrain.drafters.decoder import DecoderShape, RMSNorm
+from drafttrain.drafters.decoder import DecoderShape, PlainLayer, RMSNorm
 from drafttrain.drafters.language_model import Checkpoint, LanguageModel, first_token
-from drafttrain.drafters.p_eagle import FurtherLayer, attend_depths
 from drafttrain.drafters.tree_state import ContextState, TreeState, last_of
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, chain_visibility
-from drafttrain.ops.attention import attend
+from drafttrain.ops.attention import attend, attend_depths
 from drafttrain.ops.rotary import Rotary, rotate
 from drafttrain.target.target import Target
 from drafttrain.types import Drafted, Features, Layout, Sequences
@@ -121,7 +120,7 @@ class Independent(DrafterConfig):
         return LanguageModel(shape, self.layers, self.tied, self.qk_norm)
 
 
-class LMLayer(FurtherLayer):
+class LMLayer(PlainLayer):
     """A layer of Llama, or with norms on queries and keys of Qwen3."""
 
     def __init__(self, shape: DecoderShape, qk_norm: bool):

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from drafttrain.drafters.decoder import DecoderShape, plain_rope
-from drafttrain.drafters.start_files import WEIGHTS, find, fitting, read_config, read_tensors
+from drafttrain.drafters.start_files import WEIGHTS, find, fitting, read_config, read_tensors, unlike
 from drafttrain.errors import UserError
 from drafttrain.files import typed_path
 from drafttrain.target.target import Target
@@ -136,14 +136,9 @@ class Checkpoint:
         if self.sizes.tied:
             tensors.pop("lm_head.weight", None)  # some write it beside the table that it is
         theirs = {outer_name(name): own for name, own in names.items()}
-        faults = [f"{name} is missing" for name in sorted(theirs.keys() - tensors.keys())]
-        faults += [f"{name} is unknown" for name in sorted(tensors.keys() - theirs.keys())]
-        for name in sorted(theirs.keys() & tensors.keys()):
-            got, own = tensors[name], theirs[name]
-            if got.shape != own.shape:
-                faults.append(f"{name} is {list(got.shape)} instead of {list(own.shape)}")
-            elif not got.is_floating_point() or not got.isfinite().all():
-                faults.append(f"{name} does not hold finite floating-point numbers")
+        fit = [(name, tensors[name]) for name in sorted(theirs) if name in tensors and tensors[name].shape == theirs[name].shape]
+        odd = [name for name, x in fit if not x.is_floating_point() or not x.isfinite().all()]
+        faults = [*unlike(tensors, theirs), *(f"{name} does not hold finite floating-point numbers" for name in odd)]
         if faults:
             raise UserError(f"{what} does not hold what its config.json says: {'; '.join(faults)}; download or copy it again.")
         return {name: tensors[outer_name(name)].float() for name in names}

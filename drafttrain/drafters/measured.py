@@ -10,6 +10,7 @@ features.
 
 import copy
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
@@ -36,9 +37,9 @@ class AsPublished(Source):
     """The recipe's drafter."""
 
     @staticmethod
-    def open(where: str, pickle: bool, like: DrafterConfig, target: Target) -> "AsPublished":
-        """Find, read and recognise it. UserError where it is missing, damaged, of an unknown layout, or no net of ours for this target."""
-        own = AsPublished.read(where, pickle, target, like=like)
+    def open(where: str, pickle: bool, like: DrafterConfig, target: Target, folder: Path | None = None) -> "AsPublished":
+        """Find (where `folder` does not say that it was), read and recognise it. UserError where it is missing, damaged, of an unknown layout, or no net of ours for this target."""
+        own = AsPublished.read(where, pickle, target, folder, like=like)
         if faults := own.misfits({"hidden_size": target.hidden, "vocab_size": target.vocab, "hidden_act": "silu"}):
             raise UserError(
                 f"{own.what} ({own.found.layout}) is no net that can be built here: {'; '.join(faults)}; give another checkpoint."

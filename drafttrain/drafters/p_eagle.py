@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from drafttrain.drafters.base import DrafterConfig, Frozen, Needs
-from drafttrain.drafters.decoder import DecoderShape, FusedInputLayer, Layer, RMSNorm
+from drafttrain.drafters.decoder import DecoderShape, FusedInputLayer, PlainLayer, RMSNorm
 from drafttrain.drafters.head import begin_as_target
 from drafttrain.drafters.mask_token import mask_token
 from drafttrain.drafters.parallel import DraftState, ParallelNet
 from drafttrain.drafters.tree_state import last_of
 from drafttrain.errors import UserError
 from drafttrain.layouts import ThinnedLayout, chain_layout, chain_visibility, thinned_layout, thinned_width
-from drafttrain.ops.attention import attend, attend_chain
+from drafttrain.ops.attention import attend, attend_depths
 from drafttrain.ops.rotary import Rotary, rotate
 from drafttrain.target.target import Target
 from drafttrain.types import Drafted, Features, Layout, Sequences
@@ -91,14 +91,6 @@ class PEagle(DrafterConfig):
         return net.to(target.device)
 
 
-class FurtherLayer(Layer):
-    """An ordinary pre-norm block."""
-
-    def __init__(self, shape: DecoderShape):
-        super().__init__(shape, inputs=shape.hidden)
-        self.input_layernorm = RMSNorm(shape.hidden, shape.rms_eps)
-
-
 class PEagleNet(ParallelNet):
     """The trainable weights; tensor names are those of the serving format."""
 
@@ -113,7 +105,7 @@ class PEagleNet(ParallelNet):
         if config.fc_norm:
             self.fc_norm: Any = nn.ModuleList(RMSNorm(shape.target_hidden, shape.rms_eps) for _ in taps)
         self.fc = nn.Linear(len(taps) * shape.target_hidden, shape.hidden, bias=False)
-        further = (FurtherLayer(shape) for _ in range(config.layers - 1))
+        further = (PlainLayer(shape) for _ in range(config.layers - 1))
         self.layers: Any = nn.ModuleList([FusedInputLayer(shape), *further])
         self.norm = RMSNorm(shape.hidden, shape.rms_eps)
         self.lm_head = nn.Linear(shape.hidden, len(vocabulary.ids), bias=False)
@@ -214,15 +206,3 @@ class PEagleNet(ParallelNet):
         draft_RKH = torch.cat([*last_of(counts_R, said_REH[:, :T]), said_REH[:, T:]], dim=1)
         state.drafts_BKH[rows] = draft_RKH
         return draft_RKH[:, 0]
-
-
-def attend_depths(
-    queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: tuple[Tensor, ...], context_BTT: Tensor, visible_BQT: Tensor
-) -> Tensor:
-    """Of the elements of every depth, each given as [B, heads, rows of this depth, D]: [B, heads, E, D]."""
-    mixed = [attend(queries[0], keys[0], values[0], context_BTT[:, None])]
-    for k, query in enumerate(queries[1:], start=1):
-        width = query.shape[2]
-        own_keys, own_values = ([x[:, :, :width] for x in parts[1 : k + 1]] for parts in (keys, values))
-        mixed.append(attend_chain(query, keys[0], values[0], visible_BQT[:, :width], own_keys, own_values))
-    return torch.cat(mixed, dim=2)

@@ -8,6 +8,7 @@ Letters: V target vocabulary, Vd rows of a head.
 
 import re
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
@@ -52,10 +53,10 @@ class Source:
     notes: tuple[str, ...]
 
     @classmethod
-    def read(cls, where: str, pickle: bool, target: Target, **more: Any) -> Self:
-        """Find, read and recognise a folder or Hub id; `more` are fields of a kind of source. UserError where it is missing, damaged or of an
-        unknown layout."""
-        folder, what = find(where, pickle, cls.asked), f"{cls.asked} {where}"
+    def read(cls, where: str, pickle: bool, target: Target, folder: Path | None = None, **more: Any) -> Self:
+        """Find (where `folder` does not say that it was), read and recognise a folder or Hub id; `more` are fields of a kind of source. UserError
+        where it is missing, damaged or of an unknown layout."""
+        folder, what = folder or find(where, pickle, cls.asked), f"{cls.asked} {where}"
         tensors = read_tensors(folder, pickle, what)
         notes: tuple[str, ...] = ()
         with fitting(what):

@@ -3,7 +3,7 @@
 import json
 import os
 import pickle as pickles
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from drafttrain.files import typed_path
 
 WEIGHTS = "*.safetensors"
 PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-WANTED = ("config.json", "drafter.json", "drafttrain.json", WEIGHTS)
+INDEX = "*.safetensors.index.json"
+WANTED = ("config.json", "drafter.json", "drafttrain.json", WEIGHTS, INDEX)
 
 
 def find(where: str, pickle: bool, asked: str = "checkpoint.start") -> Path:
@@ -74,6 +75,14 @@ def _reason(error: Exception) -> str:
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}:
         return "the Hub cannot be reached and it is not in the local cache; give a local folder, or connect."
     return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
+
+
+def unlike(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:
+    """What keeps the tensors of a file from being a net's: each that is missing, unknown or of another shape, in words."""
+    faults = [f"{name} is missing" for name in sorted(wanted.keys() - got.keys())]
+    faults += [f"{name} is unknown" for name in sorted(got.keys() - wanted.keys())]
+    both = [(name, got[name].shape, wanted[name].shape) for name in sorted(got.keys() & wanted.keys())]
+    return faults + [f"{name} is {list(there)} instead of {list(own)}" for name, there, own in both if there != own]
 
 
 def read_tensors(folder: Path, pickle: bool, what: str) -> dict[str, Tensor]:

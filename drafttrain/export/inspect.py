@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from drafttrain.drafters.published import Published
+from drafttrain.drafters.source import MAPS
 from drafttrain.errors import printable
 from drafttrain.export.block_format import BlockFormat
 from drafttrain.export.card import MADE_FILE
@@ -23,7 +24,7 @@ from drafttrain.export.inspect_files import AGAIN, Folder, read_folder
 from drafttrain.export.inspect_kind import Kind, identify
 from drafttrain.export.inspect_table import check_block, format_table, head_rows, net_table, sizes_of
 from drafttrain.export.inspect_target import TargetSizes, check_target, named_target
-from drafttrain.export.inspect_tensors import MAPS, check_map, check_numbers, check_table, count_by_dtype
+from drafttrain.export.inspect_tensors import check_map, check_numbers, check_table, count_by_dtype
 from drafttrain.files import human_bytes, sha256_file
 
 T = TypeVar("T")

@@ -5,7 +5,6 @@ a fault like any other, so that one look tells all that is wrong.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,20 +14,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from drafttrain.drafters.start_files import PICKLES, WEIGHTS, find
+from drafttrain.drafters.source import MAPS
+from drafttrain.drafters.start_files import INDEX, PICKLES, WEIGHTS, find
 from drafttrain.export.card import MADE_FILE
 from drafttrain.export.eagle import TOKEN_MAP
 from drafttrain.export.inspect_values import SHOWN, tidied
-from drafttrain.files import typed_path
 
-INDEX = "*.safetensors.index.json"
 PICKLED = (*PICKLES, "*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SMALL = (TOKEN_MAP, "mask_embedding.pt")
 """Pickles that an engine asks for beside the weights."""
 PICKLE_BEGINS = (b"PK\x03\x04", b"\x80")
 POINTER_BEGINS = b"version https://git-lfs"
-MAPS = ("d2t", "t2d", "token_map")
-"""Tensors that say which tokens a reduced vocabulary has."""
 LONGEST = 255
 """Bytes of a file's name."""
 DEEPEST = 100
@@ -65,7 +61,7 @@ class Folder:
 
 def read_folder(where: str) -> Folder:
     """Everything in a local folder, or in the Hub's that has this id. Raises UserError where there is no such folder."""
-    folder = Folder(where, _located(where))
+    folder = Folder(where, find(where, pickle=False, asked="the drafter"))
     folder.config = _json(folder, "config.json")
     folder.made = _json(folder, MADE_FILE)
     folder.record = _json(folder, "drafter.json")
@@ -73,24 +69,6 @@ def read_folder(where: str) -> Folder:
         folder.faults.append(f"{where} has no config.json, from which every engine builds the drafter; copy it there.")
     _read_weights(folder)
     return folder
-
-
-def _located(where: str) -> Path:
-    found = find(where, pickle=False, asked="the drafter")
-    if not os.path.isdir(typed_path(where)):
-        _fetch(where, [INDEX])
-    return found
-
-
-def _fetch(where: str, patterns: list[str]) -> None:
-    """Further small files into the same snapshot; without a network, what is there has to do."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    try:
-        snapshot_download(where, allow_patterns=patterns)
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled):
-        return
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any] | None:

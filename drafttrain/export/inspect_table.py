@@ -13,11 +13,11 @@ import torch
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.published import Published
 from drafttrain.drafters.registry import known_drafters
+from drafttrain.drafters.source import MAPS
 from drafttrain.errors import UserError
 from drafttrain.export.block_format import BlockFormat, require_layout
 from drafttrain.export.format import Format, Table
 from drafttrain.export.inspect_config import Reading
-from drafttrain.export.inspect_tensors import MAPS
 from drafttrain.target.target import Target
 from drafttrain.types import Identity
 from drafttrain.vocab import DraftVocabulary

@@ -6,6 +6,7 @@ from typing import Any
 from drafttrain.drafters.decoder import plain_rope
 from drafttrain.errors import UserError
 from drafttrain.export.inspect_config import Reading
+from drafttrain.target.hub import only_cached
 from drafttrain.target.load import locate, reason
 
 
@@ -30,7 +31,7 @@ def read_target(path: str) -> TargetSizes:
         where, gguf = locate(path)
     except UserError as error:
         raise UserError(str(error).replace("target.path is", "--target is", 1)) from error
-    extra: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf}
+    extra: dict[str, Any] = {"local_files_only": only_cached(where, None)} | ({} if gguf is None else {"gguf_file": gguf})
     try:
         config = AutoConfig.from_pretrained(where, **extra)
     except Exception as error:  # transformers raises a dozen kinds here; every one means that the config cannot be had

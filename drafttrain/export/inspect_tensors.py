@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drafttrain.drafters.source import MAPS
 from drafttrain.export.format import Table, word
 from drafttrain.export.inspect_config import Reading
-from drafttrain.export.inspect_files import MAPS
 
 CARRIES = r"(.*norm.*|fc|lm_heads?(\.\d+)?)\.weight"
 """Weights without which nothing comes through: zeros there are no beginning of a training."""

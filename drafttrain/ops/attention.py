@@ -1,7 +1,7 @@
 """The attention switch: one place that decides how queries meet keys.
 
 Letters: B batch, H query heads, G key/value heads (grouped queries: H is a multiple of G), Q queries, S keys, D head width,
-J earlier steps of a chain. Masks are boolean, True = visible.
+J earlier steps of a chain, E elements. Masks are boolean, True = visible.
 """
 
 import torch
@@ -73,6 +73,22 @@ def attend_chain(
     if own_keys:
         mixed = mixed + torch.einsum("bghqj,bgqjd->bghqd", weights[..., S:], own_value)
     return mixed.reshape(B, H, Q, D)
+
+
+def attend_depths(
+    queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: tuple[Tensor, ...], context_BSS: Tensor, visible_BQS: Tensor
+) -> Tensor:
+    """A text, and behind some of its rows the elements of further depths, each of which sees the text and the shallower ones of its own row.
+
+    `queries[0]`, `keys[0]`, `values[0]` are the text's [B, heads, S, D], under `context_BSS`; those of a depth behind have [B, heads, rows of this depth,
+    D], the first of the Q of `visible_BQS`. Returns all of them, one behind the other: [B, H, E, D].
+    """
+    mixed = [attend(queries[0], keys[0], values[0], context_BSS[:, None])]
+    for k, query in enumerate(queries[1:], start=1):
+        width = query.shape[2]
+        own_keys, own_values = ([x[:, :, :width] for x in parts[1 : k + 1]] for parts in (keys, values))
+        mixed.append(attend_chain(query, keys[0], values[0], visible_BQS[:, :width], own_keys, own_values))
+    return torch.cat(mixed, dim=2)
 
 
 def attend_softcapped(

@@ -17,7 +17,7 @@ from drafttrain.errors import UserError
 from drafttrain.files import typed_path
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.fuse import fuse_norms, merge_projections
-from drafttrain.target.hub import hub_answers
+from drafttrain.target.hub import only_cached
 from drafttrain.target.target import ATTENTION, KNOWN_LAYER_TYPES, Target, hf_attention, plain_copy, prove
 from drafttrain.target.template import ChatTemplate
 from drafttrain.types import Identity
@@ -177,11 +177,11 @@ def _load_light(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any
     from transformers import AutoConfig, AutoTokenizer
 
     common: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    common["local_files_only"] = only_cached(where, config.revision)
     if gguf is not None:
         common["gguf_file"] = gguf
     commit = None
     if not Path(where).is_dir():
-        common["local_files_only"] = not hub_answers(where, config.revision)
         # The snapshot folder is named after the commit; every further file is asked for at that commit.
         found = hf_hub_download(where, "config.json", revision=config.revision, local_files_only=common["local_files_only"])
         commit = common["revision"] = Path(found).parent.name
@@ -197,7 +197,7 @@ def _generation_config(where: str, gguf: str | None, hf_config: Any, common: dic
     if gguf is None:
         try:
             return GenerationConfig.from_pretrained(
-                where, revision=common["revision"], local_files_only=common.get("local_files_only", False)
+                where, revision=common["revision"], local_files_only=common["local_files_only"]
             )
         except OSError:
             pass

@@ -55,7 +55,7 @@ from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.tasks.watch import Watch, meet
-from drafttrain.tasks.zero_state import ZeroState, cut_anew
+from drafttrain.tasks.zero_state import ZeroState, cut_anew, saved_by
 from drafttrain.types import Request
 
 OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -342,9 +342,8 @@ def _fit(
     take_over_signals(trainer)
     if uses_deepspeed(trainer.strategy):  # its guess looks for a batch size in the loader, which has none
         trainer.strategy.config.setdefault("train_micro_batch_size_per_gpu", sections.data.rows)
-        trainer.strategy.config.setdefault(
-            "zero_force_ds_cpu_optimizer", False
-        )  # torch's AdamW steps what is offloaded too; DeepSpeed's is compiled
+        # torch's AdamW steps what is offloaded too; DeepSpeed's own would have to be compiled first.
+        trainer.strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
     if saved is not None:
         _require_same_keeper(saved, uses_deepspeed(trainer.strategy))
         if saved.state.is_dir():
@@ -369,9 +368,8 @@ def _require_same_keeper(saved: Saved, deepspeed: bool) -> None:
 
 def _cut_anew(strategy: Any, task: DistillTask, saved: Saved) -> None:
     """Where DeepSpeed's pieces were made for another number of processes or by another stage, other ones are made of them."""
-    state = ZeroState(saved.state)
-    if (state.world, state.stage) != (task.share.world, int(strategy.config["zero_optimization"]["stage"])):
-        cut_anew(strategy, task, state)
+    if saved_by(saved.state) != (task.share.world, int(strategy.config["zero_optimization"]["stage"])):
+        cut_anew(strategy, task, ZeroState(saved.state))
 
 
 def _quiet() -> None:

@@ -23,6 +23,7 @@ from drafttrain.errors import UserError
 
 TAG = "checkpoint"
 """What Lightning calls the folder in DeepSpeed's."""
+OPTIMIZERS = "*_optim_states.pt"
 MASTER, AVERAGES = "fp32", ("exp_avg", "exp_avg_sq")
 """Parts of a weight's state."""
 
@@ -31,13 +32,7 @@ class ZeroState:
     """A folder of DeepSpeed's, of any stage and number of processes. UserError for one that is of another form."""
 
     def __init__(self, folder: Path):
-        from deepspeed.runtime.fp16.loss_scaler import LossScaler
-        from deepspeed.runtime.zero.config import ZeroStageEnum
-        from deepspeed.utils.tensor_fragment import fragment_address
-
-        self._folder = folder
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            self._pieces = [_load(file)["optimizer_state_dict"] for file in _by_rank(folder / TAG, "*_optim_states.pt")]
+        self._pieces = [_piece(file) for file in _by_rank(folder / TAG, OPTIMIZERS)]
         self._model = _load(_by_rank(folder / TAG, "*_model_states.pt")[0])
         self.stage, self.world = int(self._pieces[0]["zero_stage"]), len(self._pieces)
         counted = self._pieces[0]["partition_count"]
@@ -164,6 +159,22 @@ def _lay_whole_pieces(optimizer: Any, weight: nn.Parameter, part: str, whole: Te
         safe_set_local_fp32_param(weight, piece)
     else:
         safe_set_local_optimizer_state(weight, piece, part)
+
+
+def saved_by(folder: Path) -> tuple[int, int]:
+    """(processes, stage) that a folder of DeepSpeed's was saved by, of which one file is read."""
+    files = _by_rank(folder / TAG, OPTIMIZERS)
+    return len(files), int(_piece(files[0])["zero_stage"])
+
+
+def _piece(file: Path) -> dict[str, Any]:
+    """What a process saved of the optimizer."""
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        return _load(file)["optimizer_state_dict"]
 
 
 def _load(file: Path) -> dict[str, Any]:

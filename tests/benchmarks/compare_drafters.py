@@ -44,6 +44,7 @@ from drafttrain.tasks.optimizer import make_optimizer, token_sides
 from drafttrain.tasks.speed import GraphedRead, make_score
 from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.types import Request
+from drafttrain.validation.compare import tau
 
 PROBED = 15
 """Steps to warm up, and again as many to be timed, where the number of steps follows from --seconds."""
@@ -276,7 +277,11 @@ def measure(args, entries) -> None:
                 kept = Counter(number for r in answers for number in r.accepted)
                 found[f"kept by {method}, {which}"] = [kept[number] for number in range(max(kept) + 1)]
         (args.out / f"{name}.json").write_text(json.dumps(found))
-        print(name, {key: round(_tau(torch.tensor(rows)).item(), 3) for key, rows in found.items() if key in COLUMNS}, flush=True)
+        print(
+            name,
+            {key: round(tau(torch.tensor(rows).double()).item(), 3) for key, rows in found.items() if key in COLUMNS},
+            flush=True,
+        )
 
 
 # ---- table -------------------------------------------------------------------------------------------------------------
@@ -300,28 +305,22 @@ def table(args, entries) -> None:
         print(f"| {name} | {len(runs)} | {runs[0]['parameters'] / 1e6:.1f}M |", " | ".join(cells), "|")
 
 
-def _tau(counts: torch.Tensor) -> torch.Tensor:
-    """Pooled over the prompts: [..., P, 2] -> [...]."""
-    counts = counts.double()
-    return 1 + counts[..., 0].sum(-1) / counts[..., 1].sum(-1)
-
-
 def _mean(runs, column) -> float:
-    return float(torch.stack([_tau(torch.tensor(run[column])) for run in runs]).mean())
+    return float(torch.stack([tau(torch.tensor(run[column]).double()) for run in runs]).mean())
 
 
 def _ratio(runs, base, column, draws: int = 10_000) -> str:
     """Mean tau over that of the base, with its interval. Seeds are drawn for both alike where both have the same number, else apart."""
     if runs is base:
         return "1"
-    ours, theirs = (torch.tensor([run[column] for run in some]) for some in (runs, base))
+    ours, theirs = (torch.tensor([run[column] for run in some]).double() for some in (runs, base))
     g = torch.Generator().manual_seed(0)
     drawn = []
     for _ in range(draws):
         prompts = torch.randint(ours.shape[1], (ours.shape[1],), generator=g)
         a = torch.randint(len(ours), (len(ours),), generator=g)
         b = a if len(ours) == len(theirs) else torch.randint(len(theirs), (len(theirs),), generator=g)
-        drawn.append(_tau(ours[a][:, prompts]).mean() / _tau(theirs[b][:, prompts]).mean())
+        drawn.append(tau(ours[a][:, prompts]).mean() / tau(theirs[b][:, prompts]).mean())
     low, high = torch.stack(drawn).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return f"{_mean(runs, column) / _mean(base, column):.3f} [{low:.3f}, {high:.3f}]"
 

@@ -17,8 +17,7 @@ from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.types import Request
-
-DRAWS = 10_000
+from drafttrain.validation.compare import DRAWS, tau
 
 
 def main() -> None:
@@ -41,7 +40,7 @@ def main() -> None:
         engine = Engine(target, proposer=ChainProposer(load_draft(Path(folder), target), args.drafts), slots=len(requests))
         answers = sorted(engine.generate(requests), key=lambda r: r.key)
         counts = torch.tensor([[sum(r.accepted), len(r.accepted)] for r in answers], dtype=torch.float64)
-        print(f"{folder}: tau {float(_tau(counts)):.4f}, {int(counts[:, 1].sum()):,} rounds", flush=True)
+        print(f"{folder}: tau {float(tau(counts)):.4f}, {int(counts[:, 1].sum()):,} rounds", flush=True)
         return counts
 
     pairs = torch.stack([torch.stack([accepted_and_rounds(f) for f in pair.split(":")]) for pair in args.pairs])
@@ -57,14 +56,9 @@ def main() -> None:
     )
 
 
-def _tau(counts: torch.Tensor) -> torch.Tensor:
-    """Pooled over the prompts: [..., P, 2] -> [...]."""
-    return 1 + counts[..., 0].sum(-1) / counts[..., 1].sum(-1)
-
-
 def _difference(pairs_S2P2: torch.Tensor) -> torch.Tensor:
     """Mean over seeds of B/A - 1."""
-    tau_S2 = _tau(pairs_S2P2)
+    tau_S2 = tau(pairs_S2P2)
     return (tau_S2[:, 1] / tau_S2[:, 0] - 1).mean()
 
 

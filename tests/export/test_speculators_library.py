@@ -49,8 +49,9 @@ def library(tmp_path_factory):
     """A folder with the library."""
     site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), *NEEDED]
-    if subprocess.run(command, capture_output=True, timeout=600).returncode:
-        pytest.skip("speculators 0.9.0 cannot be installed here (no package index)")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        pytest.skip(f"speculators 0.9.0 cannot be installed here: {done.stderr.strip().splitlines()[-1]}")
     return site
 
 
