@@ -107,8 +107,8 @@ def tables(runs: list[dict[str, Any]]) -> list[str]:
         one = caches.get("warm") or caches["cold"]
         other = by_key.get((*key[:3], "speculators"))
         theirs = (other.get("warm") or other["cold"]) if other else None
-        same = by_key.get((*key[:3], "ours"))
-        flop = one.get("flop") or (next(iter(same.values()))["flop"] if same else None)
+        alike = [one, *by_key.get((*key[:3], "ours"), {}).values()]
+        flop = next((run["flop"] for run in alike if run.get("flop")), None)
         parts = one["parts"]
         cells = [key[0], f"{key[1]} {key[2]}", key[3], f"{one['tokens_per_second']:,.0f}"]
         cells.append(f"{one['tokens_per_second'] / theirs['tokens_per_second']:.2f}" if theirs else "")
