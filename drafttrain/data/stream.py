@@ -97,6 +97,7 @@ class MicroBatch:
         micro: int,
         last: bool,
         window: dict[str, float] | None,
+        following: "MicroBatch | None" = None,
     ):
         self.sequences, self.features, self.layout = sequences, features, layout
         self.micro = micro
@@ -105,11 +106,14 @@ class MicroBatch:
         """True for the last micro-batch of a window: the optimizer steps behind it."""
         self.window = window
         """With micro-batch 0: this rank's counts for the whole window (each term, plus `tokens` and `dropped`); else None."""
+        self.following = following
+        """The next micro-batch, not moved anywhere yet; None but from `LookAhead`."""
 
     def to(self, device) -> "MicroBatch":
         """The same on a device; features keep their stored type."""
         features = None if self.features is None else self.features.to(device)
-        return MicroBatch(self.sequences.to(device), features, self.layout.to(device), self.micro, self.last, self.window)
+        sequences, layout = self.sequences.to(device), self.layout.to(device)
+        return MicroBatch(sequences, features, layout, self.micro, self.last, self.window, self.following)
 
     def pin_memory(self) -> "MicroBatch":
         """The same in page-locked memory, so that copying to a GPU does not wait for the work queued there. DataLoader calls it."""
@@ -227,6 +231,22 @@ def make_loader(stream: WindowStream, workers: int, pin: bool) -> DataLoader:
         multiprocessing_context="fork" if workers else None,
         worker_init_fn=leave_signals if workers else None,
     )
+
+
+class LookAhead:
+    """A loader's micro-batches, each of which knows the one that comes next."""
+
+    def __init__(self, loader: Iterable[MicroBatch]):
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        batches = iter(self.loader)
+        batch = next(batches)
+        for following in batches:
+            batch.following = following
+            yield batch
+            batch = following
+        yield batch
 
 
 def leave_signals(worker: int) -> None:

@@ -30,13 +30,13 @@ from drafttrain.layouts import one_chat
 from drafttrain.losses import Objective
 from drafttrain.target.target import Target
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer, token_sides
-from drafttrain.tasks.speed import GraphedRead, make_score
+from drafttrain.tasks.speed import GraphedRead, ReadAhead, make_score, reads_ahead
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal
 from drafttrain.tasks.teacher import TargetTeacher, plainly
 from drafttrain.tasks.weights import keep_buffers, restore_buffers
 from drafttrain.tasks.window import Meter, Window, all_reduce, scored_elements
-from drafttrain.types import Features
+from drafttrain.types import Features, Sequences
 
 
 @dataclass
@@ -96,7 +96,9 @@ class DistillTask(pl.LightningModule):
         self._score = make_score(net, objective, TargetTeacher(target, net), self.depth, speed.compile)
         net.fused = speed.fused_blocks and target.device.type == "cuda"
         graphed = speed.graph_target and target.device.type == "cuda"
-        self._graphed = GraphedRead(target, net.needs.taps) if graphed else None
+        ahead = reads_ahead(speed, target.device)
+        self._graphed = GraphedRead(target, net.needs.taps, copies=ahead) if graphed else None
+        self._ahead = ReadAhead(self._read, target.device) if ahead else None
         # Checkpoints leave frozen weights out, DeepSpeed's too (exclude_frozen_parameters); without any, nothing may be missing.
         self.strict_loading = all(weight.requires_grad for weight in net.parameters())
 
@@ -109,7 +111,10 @@ class DistillTask(pl.LightningModule):
         if batch.window is not None:
             self._open_window(batch.window)
         assert self.window is not None, "a window begins with the micro-batch that carries its counts"
-        terms, metrics = self._score(batch.sequences, self._features(batch), batch.layout)
+        features = self._features(batch)
+        if self._ahead is not None and batch.following is not None and not self._ends_with(batch):
+            self._ahead.begin(batch.following)
+        terms, metrics = self._score(batch.sequences, features, batch.layout)
         loss = torch.stack([term.sum / self.window.divisor(name) for name, term in terms.items()]).sum()
         self._watch(loss.detach())
         self.meter.add({"loss": loss} | metrics)
@@ -213,11 +218,17 @@ class DistillTask(pl.LightningModule):
 
     def _features(self, batch: MicroBatch) -> Features:
         """As stored, or as the target computes them, rounded alike; the net casts what it reads to its own type."""
-        if batch.features is not None:
-            return batch.features
+        if self._ahead is not None:
+            return self._ahead.features(batch)
+        return self._read(batch.sequences) if batch.features is None else batch.features
+
+    def _read(self, sequences: Sequences) -> Features:
         with torch.no_grad(), plainly(self.device):
             read = self._graphed or partial(self.target.read_packed, taps=self.net.needs.taps)
-            return rounded(read(batch.sequences), self.feature_dtype)
+            return rounded(read(sequences), self.feature_dtype)
+
+    def _ends_with(self, batch: MicroBatch) -> bool:
+        return batch.last and self.position.step + 1 >= self.trainer.max_steps
 
     def _watch(self, loss: Tensor) -> None:
         """Remembers the first step with a loss that is not finite, without waiting for it."""

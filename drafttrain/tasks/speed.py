@@ -1,4 +1,4 @@
-"""Faster training steps that compute the same: the drafter's side compiled, the target's side as a CUDA graph.
+"""Faster training steps that compute the same: the drafter's side compiled, the target's side as a CUDA graph, and one beside the other.
 
 Small drafters are bound by launches: a 30-layer target takes a thousand of them, an unrolled drafter with its backward pass two
 thousand more, each tens of microseconds on the host.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drafttrain.data.stream import MicroBatch
 from drafttrain.divergences import Teacher
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
@@ -19,6 +20,7 @@ from drafttrain.layouts import ThinnedLayout
 from drafttrain.losses import Objective
 from drafttrain.replay import ReplayLayout
 from drafttrain.target.target import Target
+from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.types import Features, Layout, Sequences, Term
 
 Scored = tuple[dict[str, Term], dict[str, Tensor]]
@@ -64,10 +66,10 @@ class _Captured:
 
 
 class GraphedRead:
-    """`target.read_packed` as one CUDA graph for each shape of batch. What it returns is overwritten by the next call."""
+    """`target.read_packed` as one CUDA graph for each shape of batch. What it returns is overwritten by the next call, unless it `copies`."""
 
-    def __init__(self, target: Target, taps: tuple[int, ...]):
-        self.target, self.taps = target, taps
+    def __init__(self, target: Target, taps: tuple[int, ...], copies: bool = False):
+        self.target, self.taps, self.copies = target, taps, copies
         self._captured: dict[torch.Size, _Captured] = {}
 
     def __call__(self, sequences: Sequences) -> Features:
@@ -78,7 +80,8 @@ class GraphedRead:
         for name in Sequences.__dataclass_fields__:
             getattr(captured.sequences, name).copy_(getattr(sequences, name), non_blocking=True)
         captured.graph.replay()
-        return captured.features
+        found = captured.features
+        return Features(found.taps_BTAD.clone(), found.final_BTD.clone()) if self.copies else found
 
     def _capture(self, sequences: Sequences) -> _Captured:
         own = Sequences(*(getattr(sequences, name).clone() for name in Sequences.__dataclass_fields__))
@@ -100,3 +103,40 @@ class GraphedRead:
                 f"({reason}); set speed.graph_target to false."
             ) from None
         return _Captured(graph, own, features)
+
+
+def reads_ahead(speed: SpeedConfig, device: torch.device) -> bool:
+    """Does the target read the next micro-batch while the drafter learns from this one?"""
+    return speed.overlap_target and device.type == "cuda"
+
+
+class ReadAhead:
+    """Features of micro-batches, read on a stream of the target's own.
+
+        main stream      drafter and optimizer, n-1      drafter and optimizer, n      ...
+        side stream      target, n                       target, n+1                   ...
+
+    Where the drafter's kernels are too small to fill the device, the target's run beside them.
+    """
+
+    def __init__(self, read: Callable[[Sequences], Features], device: torch.device):
+        """`read`: what it returns may not be overwritten by the next call."""
+        self._read, self._device, self._side = read, device, torch.cuda.Stream(device)
+
+    def begin(self, batch: MicroBatch) -> None:
+        """Queues the read of a micro-batch, which keeps the features. Waits for nothing.
+
+        It runs behind what the main stream was given so far. That is what makes the allocator's work right: what it hands out here is memory of
+        features that were freed before now, so all that read them is in the main stream already.
+        """
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            batch.features = self._read(batch.sequences.to(self._device))
+
+    def features(self, batch: MicroBatch) -> Features:
+        """Those of a micro-batch on the device, begun now if not before. The main stream waits for them, the host does not."""
+        if batch.features is None:
+            self.begin(batch)
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        assert batch.features is not None
+        return batch.features

@@ -11,6 +11,9 @@ class SpeedConfig:
     """Compile the drafter's forward pass and the objective into fused kernels (torch.compile). Takes a minute when training starts."""
     graph_target: bool = False
     """On a GPU, replay the target's forward pass as one CUDA graph; without a GPU it changes nothing."""
+    overlap_target: bool = False
+    """On a GPU, let the target read the next micro-batch while the drafter learns from this one, on a stream of its own; that takes the memory of both
+    at once. Without a GPU, and where features are stored, it changes nothing."""
     fused_blocks: bool = False
     """On a GPU, let block drafters attend in one kernel that holds no scores (flex_attention): for long rows and many anchors. Without a GPU
     it changes nothing."""

@@ -14,7 +14,7 @@ It is called in every process that torchrun started. It continues from `checkpoi
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from drafttrain.data.kept_rows import wanted_final
 from drafttrain.data.packing import RowPlan, read_chats
 from drafttrain.data.store import TokenStore
-from drafttrain.data.stream import DataConfig, Share, WindowStream, make_loader, plan_arithmetic
+from drafttrain.data.stream import DataConfig, LookAhead, MicroBatch, Share, WindowStream, make_loader, plan_arithmetic
 from drafttrain.data.token_counts import count
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
 from drafttrain.drafters.vocabulary import choose_vocabulary
@@ -51,6 +51,7 @@ from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, 
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turns
 from drafttrain.tasks.sections import Sections, recipe_facts
+from drafttrain.tasks.speed import reads_ahead
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed
@@ -150,7 +151,7 @@ def train(
         setup = Setup(model, net, objective, optimizer, share, data.seed, position, stop, sections.speed, data.feature_dtype)
         if on_policy is None:
             stream = _stream(sections, store, share, model, net, position, say)
-            task, loader = DistillTask(setup), make_loader(stream, data.workers, pin=topology.accelerator == "gpu")
+            task, loader = DistillTask(setup), _loader(sections, stream, topology.device)
         else:
             prompts = _prompts(store, model, on_policy, net, data.length, say)
             task, loader = _on_policy(setup, on_policy, prompts, build, data.length, checkpoints, saved is not None)
@@ -251,6 +252,13 @@ def _stream(
     return WindowStream(store, plan, share, net.layout, counts, position.rows, data.features == "stored")
 
 
+def _loader(sections: Sections, stream: WindowStream, device: torch.device) -> Iterable[MicroBatch]:
+    """The stream's micro-batches; where the target reads ahead, each with the next one."""
+    data = sections.data
+    loader = make_loader(stream, data.workers, pin=device.type == "cuda")
+    return LookAhead(loader) if data.features == "online" and reads_ahead(sections.speed, device) else loader
+
+
 def _require_start(sections: Sections, saved: Saved | None) -> None:
     """UserError where an on-policy run cannot begin so."""
     if sections.on_policy is not None:
@@ -319,7 +327,7 @@ def _held_out(run_folder: Path, target: Target, config: CheckpointConfig) -> lis
 
 def _fit(
     task: DistillTask,
-    loader: DataLoader,
+    loader: Iterable,
     run: Run,
     sections: Sections,
     topology: Processes,

@@ -114,6 +114,7 @@ class ForbiddenBetweenLogs(pl.Callback):
         torch.cuda.set_sync_debug_mode("default")
 
 
+FAST = {"graph_target": True, "fused_blocks": True}
 ON_GPU = {
     "eagle3": (Eagle3(taps=[0, 1, 3], depth=4, draft_vocab=200), Distillation(positions=DPace(), reduction="drafts", chunk=80)),
     **{name: case(name) for name in ("dflash", "hydra", "p-eagle")},
@@ -122,7 +123,7 @@ ON_GPU = {
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("speed", [{}, {"graph_target": True, "fused_blocks": True}], ids=["plain", "graph"])
+@pytest.mark.parametrize("speed", [{}, FAST, FAST | {"overlap_target": True}], ids=["plain", "graph", "overlap"])
 @pytest.mark.parametrize("name", ON_GPU)
 def test_the_host_never_waits_between_two_logged_steps(tmp_path, name, speed):
     drafter, objective = ON_GPU[name]
