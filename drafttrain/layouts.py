@@ -8,14 +8,16 @@ Shapes: B batch rows, T tokens, Q drafting rows, N scored elements, K depths, M 
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.functional import pad
 
+from drafttrain.ops.rows import stretch_mask
 from drafttrain.types import Layout, Sequences
 
 QUERY_MULTIPLE = 32
@@ -195,6 +197,61 @@ def chain_visibility(sequences: Sequences, query_BQ: Tensor) -> Tensor:
     document_Q = sequences.document_BT.gather(1, row)
     keys_T = torch.arange(T, device=row.device)
     return (keys_T <= row[:, :, None]) & (sequences.document_BT[:, None, :] == document_Q[:, :, None])
+
+
+@dataclass(frozen=True)
+class RowRule:
+    """Who sees whom where rows of a text look back at it: row r, asked for the depth that stands `step` places on, sees the rows of its document up to
+    its own, of them those within the window of its position r + step.
+
+    Of the one rule are made a dense mask and the block mask of a fused kernel.
+    """
+
+    sequences: Sequences
+    query_BQ: Tensor
+    """Rows that look; -1 pads, and looks as row 0 does."""
+    window: int | None = None
+    """Positions that a query sees, its own counted; None: all."""
+    fused: bool = False
+    """Whether masks are for a kernel that holds no scores (ops/rows.py)."""
+
+    def mask(self, step: int = 0) -> Tensor | BlockMask:
+        """Which rows are seen: [B, Q, T], or the same for the kernel."""
+        return self.block_mask(step) if self.fused else self.dense(step)
+
+    def of_first(self, widths: Iterable[int]) -> dict[int, Tensor | BlockMask]:
+        """The masks of the first so many queries, by their number; dense ones are views of one."""
+        if self.fused:
+            return {width: replace(self, query_BQ=self.query_BQ[:, :width]).mask() for width in set(widths)}
+        dense_BQT = self.dense()
+        return {width: dense_BQT[:, :width] for width in set(widths)}
+
+    def dense(self, step: int = 0) -> Tensor:
+        """[B, Q, T]"""
+        seen_BQT = chain_visibility(self.sequences, self.query_BQ)
+        if self.window is None:
+            return seen_BQT
+        position_BT = self.sequences.position_BT
+        position_BQ = position_BT.gather(1, self.query_BQ.clamp(min=0)) + step
+        return seen_BQT & within(self.window, position_BT[:, None], position_BQ[..., None])
+
+    def block_mask(self, step: int = 0) -> BlockMask:
+        """A document is one stretch of a packed row, its positions ascend by one, so what a row sees is a stretch too."""
+        document_BT = self.sequences.document_BT
+        T = document_BT.shape[1]
+        row_T = torch.arange(T, device=document_BT.device)
+        begins_BT = pad(document_BT[:, 1:] != document_BT[:, :-1], (1, 0), value=True)
+        first_BT = torch.where(begins_BT, row_T, 0).cummax(1).values
+        row_BQ = self.query_BQ.clamp(min=0)
+        first_BQ = first_BT.gather(1, row_BQ)
+        if self.window is not None:
+            first_BQ = first_BQ.maximum(row_BQ + step - self.window + 1)
+        return stretch_mask(first_BQ, row_BQ, T)
+
+
+def every_row(ids_BT: Tensor) -> Tensor:
+    """[B, T]: all rows of a text, as `RowRule` has those that look."""
+    return torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 TOP = len(FLOORS) - 1
 NEIGHBOURS = {
     ("drafters", "target"),  # a drafter is built for a target
+    ("layouts", "ops"),  # masks in the form that kernels read
     ("losses", "divergences"),  # an objective is composed of both
     ("losses", "position_weights"),
     ("replay_loss", "losses"),  # another objective of the same parts

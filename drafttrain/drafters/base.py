@@ -9,12 +9,13 @@ A parity test holds the two together; the decoding face may never call `rows`.
 Shapes: B batch rows in play, R rows of this call, W nodes of this call, T feature rows, H what the head reads, N rows, Vd draft vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.errors import UserError
@@ -98,7 +99,11 @@ class DrafterNet(nn.Module):
     parallel: bool = False
     """Whether the states of all depths are known before anything is drafted: see `ahead`."""
     fused: bool = False
-    """Whether training attends in kernels that hold no scores, where the drafter has such."""
+    """Whether blocks attend in kernels that hold no scores in training, where the drafter has such."""
+    fused_rows: bool = False
+    """Whether rows of a text do."""
+    recomputes: bool = False
+    """Whether the backward pass computes the inside of each layer, or of each unrolled step, anew instead of keeping it."""
     reads_last: bool = False
     """Whether `logits` looks at the token before."""
     unsaid: tuple[int, ...] = ()
@@ -128,6 +133,12 @@ class DrafterNet(nn.Module):
         """Weights that its head reads for each token it can say."""
         weights = dict(self.named_parameters())
         return sum(weights[name].shape[1] for name in self.words) or self.shape.target_hidden
+
+    def piece(self, compute: Callable[..., Any], *args: Any) -> Any:
+        """A layer or an unrolled step of the training face, without randomness: of it the backward pass keeps either all, or what it reads."""
+        if not (self.recomputes and torch.is_grad_enabled()):
+            return compute(*args)
+        return checkpoint(compute, *args, use_reentrant=False, preserve_rng_state=False)
 
     def require_drafts(self, drafts: int, what: str) -> None:
         """UserError, naming `what` asks for them, where the drafter cannot propose so many drafts in a row."""

@@ -203,7 +203,7 @@ class BlockNet(ParallelNet):
 
         x_BNH = x_BQSH.flatten(1, 2)
         for layer in self.layers:
-            x_BNH = layer(x_BNH, partial(attended, layer.self_attn))
+            x_BNH = self.piece(layer, x_BNH, partial(attended, layer.self_attn))
         said_SBQH = self.norm(x_BNH).unflatten(1, (Q, S)).permute(2, 0, 1, 3)
         return self.drafted(said_SBQH[self.first : self.first + len(layout.dropped_K)], sequences, features, layout)
 

@@ -48,10 +48,14 @@ class Eagle3(DrafterConfig):
     """Norm each tap before they are fused (EAGLE-3.1)."""
     norm_output: bool = False
     """Feed the normed state back (EAGLE-3.1)."""
+    window: int | None = None
+    """Positions that a step sees, its own counted: a long text costs no more than this, in memory and time; null: all."""
 
     def __post_init__(self):
         if self.depth < 1:
             raise UserError(f"drafter.init_args.depth is {self.depth}, but a drafter drafts at least 1 token.")
+        if self.window is not None and self.window < 1:
+            raise UserError(f"drafter.init_args.window is {self.window}, but must be at least 1, or null to see all.")
         self._check_vocabulary()
         self._check_taps(self.taps)
         if self.head_rank is not None and self.head_rank < 1:
@@ -82,7 +86,7 @@ class Eagle3Net(UnrolledNet):
         self, config: Eagle3, shape: DecoderShape, taps: tuple[int, ...], vocabulary: DraftVocabulary, embedding: Frozen
     ):
         super().__init__(shape, vocabulary, embedding)
-        self.config, self.needs = config, Needs(taps, config.depth)
+        self.config, self.needs, self.window = config, Needs(taps, config.depth), config.window
         if config.fc_norm:
             self.fc_norm: Any = nn.ModuleList(RMSNorm(shape.target_hidden, shape.rms_eps) for _ in taps)
         self.fc = nn.Linear(len(taps) * shape.target_hidden, shape.hidden, bias=False)

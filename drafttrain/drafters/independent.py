@@ -28,7 +28,7 @@ from drafttrain.drafters.decoder import DecoderShape, PlainLayer, RMSNorm
 from drafttrain.drafters.language_model import Checkpoint, LanguageModel, first_token
 from drafttrain.drafters.tree_state import ContextState, TreeState, last_of
 from drafttrain.errors import UserError
-from drafttrain.layouts import chain_layout, chain_visibility
+from drafttrain.layouts import RowRule, chain_layout, every_row
 from drafttrain.ops.attention import attend, attend_depths
 from drafttrain.ops.rotary import Rotary, rotate
 from drafttrain.target.target import Target
@@ -217,13 +217,16 @@ class IndependentNet(DrafterNet):
         read_BE = torch.cat([ids_BT.where(sequences.position_BT > 0, self.begins), *fed], dim=1)
         at_BQ = sequences.position_BT.gather(1, anchor_BQ)
         position_BE = torch.cat([sequences.position_BT, *(at_BQ + step for step in replayed)], dim=1)
-        every_BT = torch.arange(T, device=ids_BT.device).expand_as(ids_BT)
-        text_BTT, behind_BQT = (chain_visibility(sequences, rows) for rows in (every_BT, anchor_BQ))
+        text, behind = (RowRule(sequences, rows, fused=self.fused_rows).mask() for rows in (every_row(ids_BT), anchor_BQ))
         state, turn, widths = self.tokens(read_BE), self.rotary(position_BE, self.dtype), [T, *(anchor_BQ.shape[1] for _ in fed)]
-        for layer in self.layers:
+
+        def through(layer: LMLayer, state: Tensor) -> Tensor:
             query, key, value = _projected(layer, state, turn)
             queries, keys, values = (x.split(widths, dim=2) for x in (query, key, value))
-            state = layer.finish(state, attend_depths(queries, keys, values, text_BTT, behind_BQT))
+            return layer.finish(state, attend_depths(queries, keys, values, text, lambda width: behind))
+
+        for layer in self.layers:
+            state = self.piece(through, layer, state)
         text_BTH, *drafts = self.norm(state).split(widths, dim=1)
         along = range(depths - len(drafts))
         grid = [_rows_at(text_BTH, (anchor_BQ + step).clamp(max=T - 1)) for step in along]

@@ -34,7 +34,7 @@ from drafttrain.drafters.mask_token import mask_token
 from drafttrain.drafters.parallel import DraftState, ParallelNet
 from drafttrain.drafters.tree_state import last_of
 from drafttrain.errors import UserError
-from drafttrain.layouts import ThinnedLayout, chain_layout, chain_visibility, thinned_layout, thinned_width
+from drafttrain.layouts import RowRule, ThinnedLayout, chain_layout, every_row, thinned_layout, thinned_width
 from drafttrain.ops.attention import attend, attend_depths
 from drafttrain.ops.rotary import Rotary, rotate
 from drafttrain.target.target import Target
@@ -162,14 +162,18 @@ class PEagleNet(ParallelNet):
         position_BQ = sequences.position_BT.gather(1, row_BQ)
         deeper = [position_BQ[:, :width] + k for k, width in enumerate(widths, start=1)]
         turn = self.rotary(torch.cat([sequences.position_BT, *deeper], dim=1), state.dtype)
-        every_BT = torch.arange(T, device=ids_BT.device).expand_as(ids_BT)
-        context_BTT, visible_BQT = (chain_visibility(sequences, rows) for rows in (every_BT, layout.query_BQ))
-        for number, layer in enumerate(self.layers):
-            attention, read = layer.self_attn, self.read(number, embedding, state)
-            key, value = attention.keys_values(read)
-            query, key = rotate(attention.queries(read), *turn), rotate(key, *turn)
+        text = RowRule(sequences, every_row(ids_BT), fused=self.fused_rows).mask()
+        seen = RowRule(sequences, layout.query_BQ, fused=self.fused_rows).of_first(widths)
+
+        def through(number: int, state: Tensor) -> Tensor:
+            layer, read = self.layers[number], self.read(number, embedding, state)
+            key, value = layer.self_attn.keys_values(read)
+            query, key = rotate(layer.self_attn.queries(read), *turn), rotate(key, *turn)
             queries, keys, values = (x.split([T, *widths], dim=2) for x in (query, key, value))
-            state = layer.finish(state, attend_depths(queries, keys, values, context_BTT, visible_BQT))
+            return layer.finish(state, attend_depths(queries, keys, values, text, seen.__getitem__))
+
+        for number in range(len(self.layers)):
+            state = self.piece(through, number, state)
         first, *others = self.norm(state).split([T, *widths], dim=1)
         first = first.gather(1, row_BQ[..., None].expand(-1, -1, first.shape[2]))
         grid_KBQH = torch.stack([first, *(pad(x, (0, 0, 0, row_BQ.shape[1] - x.shape[1])) for x in others)])

@@ -42,6 +42,7 @@ def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Published:
             "taps": _taps(config),
             "fc_norm": _normed(config, tensors),
             "norm_output": bool(config.get("norm_output")),
+            "window": inner.get("sliding_window") if "sliding_attention" in (inner.get("layer_types") or [])[:1] else None,
             "head_rank": None,
         },
         refusals=refusals,

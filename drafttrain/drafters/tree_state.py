@@ -131,6 +131,13 @@ class TreeState(ContextState):
         place_BW1 = (parents_BW + 1)[:, :, None]
         return self.hidden_BPH[: self.width].gather(1, place_BW1.expand(-1, -1, self.hidden_BPH.shape[2]))
 
+    def positions(self) -> Tensor:
+        """[B, S]: the position of what each slot holds; a stepped token stands behind the last row by its depth, whatever its slot."""
+        length_B1, slots = self.length_B[: self.width, None], self.slots()
+        number_BS = (slots - length_B1).clamp(0, self.depth_BP.shape[1] - 2)
+        depth_BS = self.depth_BP[: self.width, 1:].gather(1, number_BS)
+        return torch.where(slots < length_B1, slots, length_B1 - 1 + depth_BS)
+
     def visible(self, level: Level) -> Tensor:
         """[B, W, S]: the context, and the tokens before each one on its own branch."""
         behind_BS = self.slots() - self.length_B[: self.width, None]

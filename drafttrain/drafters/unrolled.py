@@ -4,8 +4,8 @@
     a_i^1 = Block(e(x_A), g_i),  a_i^k = Block(e(x_{A+k-1}), feed(a_i^{k-1}))       # then its own state stands in for g
     q_k = head(said(a_i^k))                                    # predicts x_{A+k} over the draft vocabulary
 
-Step k of row i has rotary position i+k-1 and sees the context rows (e(x_{t+1}), g_t) for t <= i and, of later steps, its own alone
-(training-time test of EAGLE-3, Li et al. 2025, arXiv 2503.01840; the cheap form of HASS's harmonised context, Zhang et al. 2024,
+Step k of row i has rotary position i+k-1 and sees the context rows (e(x_{t+1}), g_t) for t <= i and, of later steps, its own alone; of these
+with a window of W the last W positions (training-time test of EAGLE-3, Li et al. 2025, arXiv 2503.01840; the cheap form of HASS's harmonised context, Zhang et al. 2024,
 arXiv 2408.15766). The embedding is the target's, frozen.
 
 A family says how features become states (`fuse`), what the block reads (`read`), and what of its output the head reads and the next step
@@ -20,7 +20,7 @@ from torch import Tensor
 from drafttrain.drafters.base import DrafterNet, Frozen
 from drafttrain.drafters.decoder import DecoderShape, Layer
 from drafttrain.drafters.tree_state import TreeState, last_of
-from drafttrain.layouts import chain_layout, chain_visibility
+from drafttrain.layouts import RowRule, chain_layout, within
 from drafttrain.ops.attention import attend, attend_chain
 from drafttrain.ops.rotary import Rotary, rotate
 from drafttrain.types import Drafted, Features, Layout, Sequences
@@ -32,6 +32,8 @@ class UnrolledNet(DrafterNet):
 
     alone = False
     """Whether a step learns alone: no gradient goes back into the step before it."""
+    window: int | None = None
+    """Positions that a query sees, its own counted; None: all."""
 
     def __init__(self, shape: DecoderShape, vocabulary: DraftVocabulary, embedding: Frozen):
         super().__init__()
@@ -77,30 +79,47 @@ class UnrolledNet(DrafterNet):
         ids_BT = sequences.ids_BT
         attention = self.layer.self_attn
         row_BQ = layout.query_BQ.clamp(min=0)
-        visible_BQT = chain_visibility(sequences, layout.query_BQ)
+        rule = RowRule(sequences, layout.query_BQ, self.window, self.fused_rows)
+        seen = rule.mask()
         position_BQ = sequences.position_BT.gather(1, row_BQ)
 
         behind_BT = torch.cat([ids_BT[:, 1:], ids_BT[:, -1:]], dim=1)  # the token that row t reads: t+1
         context, residual = self.read(self.embed(behind_BT), self.fuse(features))
         key, value = attention.keys_values(context)
         key = rotate(key, *self.rotary(sequences.position_BT, key.dtype))
-        inputs, residual = (x.gather(1, row_BQ[..., None].expand(-1, -1, x.shape[-1])) for x in (context, residual))
+        context, residual = (x.gather(1, row_BQ[..., None].expand(-1, -1, x.shape[-1])) for x in (context, residual))
 
         own_keys: list[Tensor] = []
         own_values: list[Tensor] = []
         outputs: list[Tensor] = []
+
+        def stepped(step: int, state: Tensor, *own_before: Tensor) -> tuple[Tensor, ...]:
+            """The state behind step+1 drafts, what the head reads of it, and from step 1 on its own key and value. `own_before`: the keys of the steps
+            before, then the values."""
+            turn = self.rotary(position_BQ + step, key.dtype)
+            visible = seen if self.window is None else rule.mask(step)
+            if not step:
+                query = rotate(attention.queries(context), *turn)
+                state = self.layer.finish(state, attend_chain(query, key, value, visible, [], []))
+                return state, self.said(state)
+            inputs, residual = self.read(self.embed(layout.tokens(ids_BT, step)), self.feed(state))
+            own_key, own_value = attention.keys_values(inputs)
+            own = rotate(own_key, *turn), own_value
+            query = rotate(attention.queries(inputs), *turn)
+            near = slice(max(step - (self.window or step), 0), step)
+            before = own_before[: step - 1], own_before[step - 1 :]
+            keys, values = ([*others, mine][near] for others, mine in zip(before, own, strict=True))
+            state = self.layer.finish(residual, attend_chain(query, key, value, visible, keys, values))
+            return state, self.said(state), *own
+
         state = residual
         for step in range(len(layout.dropped_K)):
-            turn = self.rotary(position_BQ + step, key.dtype)
-            if step:
-                fed = self.feed(state.detach() if self.alone else state)
-                inputs, residual = self.read(self.embed(layout.tokens(ids_BT, step)), fed)
-                own_key, own_value = attention.keys_values(inputs)
-                own_keys.append(rotate(own_key, *turn))
-                own_values.append(own_value)
-            query = rotate(attention.queries(inputs), *turn)
-            state = self.layer.finish(residual, attend_chain(query, key, value, visible_BQT, own_keys, own_values))
-            outputs.append(self.said(state))
+            fed = state.detach() if step and self.alone else state
+            state, said, *own = self.piece(stepped, step, fed, *own_keys, *own_values)
+            outputs.append(said)
+            if own:
+                own_keys.append(own[0])
+                own_values.append(own[1])
         return self.drafted(torch.stack(outputs), sequences, features, layout)
 
     # ---- decoding face -------------------------------------------------------------------------------------------------
@@ -125,6 +144,8 @@ class UnrolledNet(DrafterNet):
         inputs, residual = last_of(counts_R, inputs, residual)
         slot_R1 = (state.length_B[rows] - 1).clamp(min=0)[:, None]
         visible_R1S = state.slots() <= slot_R1[:, :, None]
+        if self.window is not None:
+            visible_R1S = visible_R1S & within(self.window, state.slots(), slot_R1[:, :, None])
         asked_R1H = self._ask(inputs, residual, slot_R1, *state.context(rows_R), visible_R1S)
         state.hidden_BPH[rows, 0] = self.feed(asked_R1H)[:, 0]
         return self.said(asked_R1H)[:, 0]
@@ -137,7 +158,10 @@ class UnrolledNet(DrafterNet):
         position_BW = state.length_B[: state.width, None] - 1 + node.depth_BW
         key, value = self.layer.self_attn.keys_values(inputs)
         state.write(state.rows, node.slots_BW, rotate(key, *self.rotary(position_BW, key.dtype)), value)
-        asked_BWH = self._ask(inputs, residual, position_BW, *state.context(None), state.visible(node))
+        visible_BWS = state.visible(node)
+        if self.window is not None:
+            visible_BWS = visible_BWS & within(self.window, state.positions()[:, None], position_BW[..., None])
+        asked_BWH = self._ask(inputs, residual, position_BW, *state.context(None), visible_BWS)
         state.hidden_BPH[: state.width, node.places] = self.feed(asked_BWH)
         return self.said(asked_BWH)
 

@@ -6,6 +6,8 @@ Every rule here was read in the engines' source. What they do with a mistake is 
   So nested [i...] and top-level [i+1...], ascending, for both engines concatenate in layer order whatever the list says.
 - The number of taps: vLLM takes 3 unless `num_aux_hidden_states` says otherwise, so it is always written.
 - `d2t` holds offsets: target id = draft id + d2t[draft id]. It is left out where the vocabulary is full.
+- A window stands in `layer_types` and `sliding_window`, which vLLM's Llama layer reads, a position counting itself as ours does; SGLang's passes over
+  both, so such a drafter is written for vLLM alone.
 - EAGLE-3.1: `fc_norm` wants one tensor for each tap, and `norm_output` decides what is fed back; both engines read both.
 - No engine has a factored head, so a low-rank one is multiplied out: lm_head = W2 W1.
 - SGLang skips tensor names that it does not know, and vLLM does not miss tensors that are missing: so names and shapes are
@@ -66,6 +68,7 @@ class Eagle3Facts:
     draft_vocab: int
     fc_norm: bool = False
     norm_output: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         require_taps(self.taps)
@@ -85,10 +88,23 @@ class Eagle3Format(Format):
     architecture = ARCHITECTURE
     engines: tuple[Engine, ...] = (Engine("vllm", "0.26 and later", "eagle3"), Engine("sglang", "0.5.23", "EAGLE3"))
 
+    slides = False
+    """Whether its layer has a window."""
+    sees_all = "SGLang's EAGLE-3 layer"
+    """Whose layer has none."""
     lends_raw = True
     """Whether the embeddings are the target's table as it stands, and not in the file."""
 
+    def claims(self, config: dict[str, Any]) -> bool:
+        return super().claims(config) and bool(config.get("layer_types")) == self.slides
+
     def refusal(self, net: DrafterNet, target: Target) -> str | None:
+        window = net.config.window
+        if window is not None and not self.slides:
+            return (
+                f"{self.sees_all} sees all positions, and this drafter the last {window:,}; set export.format to vllm, or train with "
+                "drafter.init_args.window null"
+            )
         return refused(net)
 
     def notes(self, net: DrafterNet, target: Target) -> list[str]:
@@ -117,8 +133,21 @@ class Eagle3Format(Format):
         return f"One decoder layer reads the target's hidden states after layers {taps} (counted from 0)."
 
 
+class Eagle3ForVllm(Eagle3Format):
+    """What only vLLM can do: a window."""
+
+    name = "eagle3-vllm"
+    engines = (Engine("vllm", "0.26 and later", "eagle3"),)
+    slides = True
+
+    def refusal(self, net: DrafterNet, target: Target) -> str | None:
+        unneeded = "this drafter has no window; the form that both engines read is enough"
+        return super().refusal(net, target) or (unneeded if net.config.window is None else None)
+
+
 def facts_of(net: DrafterNet) -> Eagle3Facts:
-    return Eagle3Facts(net.needs.taps, net.shape, len(net.vocabulary.ids), net.config.fc_norm, net.config.norm_output)
+    config = net.config
+    return Eagle3Facts(net.needs.taps, net.shape, len(net.vocabulary.ids), config.fc_norm, config.norm_output, config.window)
 
 
 def tensors_of(net: DrafterNet) -> tuple[dict[str, Tensor], bool]:
@@ -143,6 +172,7 @@ def build_eagle3(
     drafter = replace(
         recorded if isinstance(recorded, Eagle3) else full,
         taps=list(facts.taps), head_rank=None, fc_norm=facts.fc_norm, norm_output=facts.norm_output,
+        window=facts.window,
     )  # fmt: skip
     return fill(Eagle3Net(drafter, shape, facts.taps, vocabulary, Frozen(target.model.get_input_embeddings())), weights, target)
 
@@ -177,6 +207,7 @@ def engine_config(facts: Eagle3Facts, dtype: torch.dtype, ids: dict[str, Any]) -
         "norm_before_fc": False,
         "fc_norm": facts.fc_norm,
         "norm_output": facts.norm_output,
+        **({} if facts.window is None else {"layer_types": ["sliding_attention"], "sliding_window": facts.window}),
     }
 
 
@@ -199,7 +230,10 @@ def read_engine_config(config: dict[str, Any], where: str) -> Eagle3Facts:
             draft_vocab=config["draft_vocab_size"],
             fc_norm=config["fc_norm"],
             norm_output=config["norm_output"],
+            window=config["sliding_window"] if config.get("layer_types") else None,
         )
+        if config.get("layer_types") not in (None, ["sliding_attention"]):
+            wrong.append(f"layer_types is {config['layer_types']}, but ours is one that slides, or is not written")
     return facts
 
 

@@ -18,7 +18,7 @@ from drafttrain.export.dflash import DFlashFormat, DFlashForVllm
 from drafttrain.export.dflash2 import DFlash2Format, DFlash2ForVllm
 from drafttrain.export.dspark import DSparkFormat, DSparkForVllm
 from drafttrain.export.eagle import EagleForSglang, EagleForVllm
-from drafttrain.export.eagle3 import Eagle3Format
+from drafttrain.export.eagle3 import Eagle3Format, Eagle3ForVllm
 from drafttrain.export.format import NAMES, Format
 from drafttrain.export.medusa import MedusaFormat
 from drafttrain.export.native import NativeFormat
@@ -40,7 +40,7 @@ class Entry:
 
 NATIVE = NativeFormat()
 ENTRIES: dict[type[DrafterConfig], Entry] = {
-    Eagle3: Entry((Eagle3Format(), Eagle3Speculators())),
+    Eagle3: Entry((Eagle3Format(), Eagle3ForVllm(), Eagle3Speculators())),
     Eagle: Entry((EagleForVllm(), EagleForSglang())),
     DFlash: Entry((DFlashFormat(), DFlashForVllm(), DFlashSpeculators())),
     PEagle: Entry((PEagleFormat(), PEagleSpeculators()), "SGLang has no P-EAGLE"),

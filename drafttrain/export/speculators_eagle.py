@@ -43,6 +43,7 @@ class Eagle3Speculators(Eagle3Format):
     name = "eagle3-speculators"
     architecture = "Eagle3Speculator"
     engines = (Engine("speculators", READERS, "eagle3"),)
+    sees_all = "the library's EAGLE-3 layer"
     lends_raw = False
 
     def write(self, net: DrafterNet, target: Target, dtype: torch.dtype, called: str) -> Written:

@@ -4,9 +4,14 @@ Letters: B batch, H query heads, G key/value heads (grouped queries: H is a mult
 J earlier steps of a chain, E elements. Masks are boolean, True = visible.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
+
+from drafttrain.ops.rows import attend_rows, attend_rows_and_own
 
 FEW_QUERIES = 16
 
@@ -50,15 +55,17 @@ def attend_chain(
     query_BHQD: Tensor,
     key_BGSD: Tensor,
     value_BGSD: Tensor,
-    visible_BQS: Tensor,
+    visible_BQS: Tensor | BlockMask,
     own_keys: list[Tensor],
     own_values: list[Tensor],
 ) -> Tensor:
     """Attention of an unrolled drafter: shared context keys under a mask, plus each row's own keys of steps 1..j.
 
     `own_keys[m]` is [B, G, Q, D]: row i of it is visible to row i alone, which is EAGLE-3's diagonal. One softmax runs over
-    both parts, in fp32. Returns [B, H, Q, D].
+    both parts, in fp32. A block mask has it done without holding scores. Returns [B, H, Q, D].
     """
+    if isinstance(visible_BQS, BlockMask):
+        return attend_rows_and_own(query_BHQD, key_BGSD, value_BGSD, visible_BQS, own_keys, own_values)
     B, H, Q, D = query_BHQD.shape
     G, S = key_BGSD.shape[1], key_BGSD.shape[2]
     query = query_BHQD.reshape(B, G, H // G, Q, D) * D**-0.5
@@ -76,18 +83,23 @@ def attend_chain(
 
 
 def attend_depths(
-    queries: tuple[Tensor, ...], keys: tuple[Tensor, ...], values: tuple[Tensor, ...], context_BSS: Tensor, visible_BQS: Tensor
+    queries: tuple[Tensor, ...],
+    keys: tuple[Tensor, ...],
+    values: tuple[Tensor, ...],
+    context_BSS: Tensor | BlockMask,
+    visible: Callable[[int], Tensor | BlockMask],
 ) -> Tensor:
     """A text, and behind some of its rows the elements of further depths, each of which sees the text and the shallower ones of its own row.
 
-    `queries[0]`, `keys[0]`, `values[0]` are the text's [B, heads, S, D], under `context_BSS`; those of a depth behind have [B, heads, rows of this depth,
-    D], the first of the Q of `visible_BQS`. Returns all of them, one behind the other: [B, H, E, D].
+    `queries[0]`, `keys[0]`, `values[0]` are the text's [B, heads, S, D], under `context_BSS`; those of a depth behind have [B, heads, Q, D], under
+    `visible(Q)` [B, Q, S]. Block masks have it done without holding scores. Returns all of them, one behind the other: [B, H, E, D].
     """
-    mixed = [attend(queries[0], keys[0], values[0], context_BSS[:, None])]
+    text = queries[0], keys[0], values[0]
+    mixed = [attend_rows(*text, context_BSS) if isinstance(context_BSS, BlockMask) else attend(*text, context_BSS[:, None])]
     for k, query in enumerate(queries[1:], start=1):
         width = query.shape[2]
         own_keys, own_values = ([x[:, :, :width] for x in parts[1 : k + 1]] for parts in (keys, values))
-        mixed.append(attend_chain(query, keys[0], values[0], visible_BQS[:, :width], own_keys, own_values))
+        mixed.append(attend_chain(query, keys[0], values[0], visible(width), own_keys, own_values))
     return torch.cat(mixed, dim=2)
 
 

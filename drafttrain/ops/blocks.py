@@ -10,32 +10,21 @@ Letters: B batch, H query heads, G key/value heads (grouped queries), Q blocks, 
 boolean, True = visible.
 """
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
-
-@cache
-def _kernel() -> Any:
-    """`flex_attention` is a kernel only when compiled; inside a compiled step it is taken as it stands. Numbers of blocks that change are made symbolic
-    at their second value."""
-    return torch.compile(flex_attention)
+from drafttrain.ops.rows import attend_rows
 
 
 def attend_blocks_fused(
     query_BHQSD: Tensor, key_BGTD: Tensor, value_BGTD: Tensor, own_key_BGQSD: Tensor, own_value_BGQSD: Tensor, mask: BlockMask
 ) -> Tensor:
     """The same as `attend_blocks`, without holding the scores. On a CPU it has no gradient. Returns [B, H, Q, S, D]."""
-    # Norms of queries and keys give fp32 under autocast, which knows nothing of this kernel: as the dense way's products, in the values' type.
-    query_BHQSD, key_BGTD, own_key_BGQSD = (x.to(value_BGTD.dtype) for x in (query_BHQSD, key_BGTD, own_key_BGQSD))
+    key_BGTD, own_key_BGQSD = (x.to(value_BGTD.dtype) for x in (key_BGTD, own_key_BGQSD))  # as the kernel will have them
     key = torch.cat([key_BGTD, own_key_BGQSD.flatten(2, 3)], dim=2)
     value = torch.cat([value_BGTD, own_value_BGQSD.flatten(2, 3)], dim=2)
-    attend = _kernel() if query_BHQSD.is_cuda and not torch.compiler.is_compiling() else flex_attention
-    mixed = attend(query_BHQSD.flatten(2, 3), key, value, block_mask=mask, enable_gqa=query_BHQSD.shape[1] != key.shape[1])
-    return mixed.unflatten(2, query_BHQSD.shape[2:4])
+    return attend_rows(query_BHQSD.flatten(2, 3), key, value, mask).unflatten(2, query_BHQSD.shape[2:4])
 
 
 def attend_blocks(

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from drafttrain.errors import UserError
+from drafttrain.layouts import RowRule, every_row
 from drafttrain.ops.attention import attend, attend_softcapped
+from drafttrain.ops.rows import attend_rows
 from drafttrain.target.cache import RaggedCache
 from drafttrain.target.template import ChatTemplate
 from drafttrain.types import Features, Identity, Sequences
@@ -36,7 +39,9 @@ def hf_attention(
         raise UserError(
             "this target's attention has sinks or a position bias, which the decoding engine does not implement; use another target."
         )
-    if softcap is not None:
+    if isinstance(attention_mask, BlockMask):
+        mixed = attend_rows(query, key, value, attention_mask, scaling)
+    elif softcap is not None:
         mixed = attend_softcapped(query, key, value, attention_mask == 0, scaling, softcap)
     else:
         mixed = attend(query, key, value, attention_mask.to(query.dtype), scaling)
@@ -56,6 +61,8 @@ class Target:
         self.layers, self.hidden, self.vocab = self.config.num_hidden_layers, self.config.hidden_size, self.config.vocab_size
         self.max_positions: int = self.config.max_position_embeddings
         self.masks_by_layer_type = getattr(self.config, "layer_types", None) is not None
+        self.fused_rows = False
+        """Whether packed chats are read in kernels that hold no scores. Scores with a cap (Gemma-2) are held all the same."""
         self._captured: dict[int, Tensor] = {}
         self._wanted: tuple[int, ...] = ()
         self._hook_layers()
@@ -123,14 +130,15 @@ class Target:
 
         Without a cache the keys are the tokens themselves (S = T); with one, they are the addressed slots.
         """
-        full = visible_BTS[:, None]
+        return self._read(ids_BT, position_BT, self._masks(visible_BTS[:, None], position_BT, key_position_BS), taps, cache)
+
+    @torch.no_grad()
+    def _read(
+        self, ids_BT: Tensor, position_BT: Tensor, masks: Any, taps: tuple[int, ...], cache: RaggedCache | None = None
+    ) -> Features:
         self._wanted, self._captured = taps, {}
         out = self.body(
-            input_ids=ids_BT,
-            position_ids=position_BT,
-            attention_mask=self._masks(full, position_BT, key_position_BS),
-            cache=cache,
-            use_cache=cache is not None,
+            input_ids=ids_BT, position_ids=position_BT, attention_mask=masks, cache=cache, use_cache=cache is not None
         )
         final_BTD = out.last_hidden_state
         # A target without taps still owes its caller a well-formed record.
@@ -143,9 +151,14 @@ class Target:
         return Features(taps_BTAD, final_BTD)
 
     def read_packed(self, sequences: Sequences, taps: tuple[int, ...]) -> Features:
-        """Features of packed chats: causal inside a document, blind across documents, no cache."""
+        """Features of packed chats: causal inside a document, blind across documents, no cache. With `fused_rows` nothing is as large as a row
+        squared."""
         document, position = sequences.document_BT, sequences.position_BT
         T = document.shape[1]
+        if self.fused_rows and getattr(self.config, "attn_logit_softcapping", None) is None:
+            every = every_row(document)
+            masks = {kind: RowRule(sequences, every, window).block_mask() for kind, window in self._windows().items()}
+            return self._read(sequences.ids_BT, position, self._by_type(masks), taps)
         causal_TT = torch.ones(T, T, dtype=torch.bool, device=document.device).tril()
         visible = (document[:, :, None] == document[:, None, :]) & causal_TT
         return self.read(sequences.ids_BT, position, visible, position, taps)
@@ -203,15 +216,28 @@ class Target:
         return RaggedCache(self.layers, batch, capacity)
 
     def _masks(self, full_B1TS: Tensor, position_BT: Tensor, key_position_BS: Tensor):
+        masks = {}
+        for kind, window in self._windows().items():
+            near = True if window is None else key_position_BS[:, None, None, :] > position_BT[:, None, :, None] - window
+            # As what is added to the scores, once for all layers: a boolean mask would be turned into this in each of them.
+            masks[kind] = torch.zeros_like(full_B1TS, dtype=self.dtype).masked_fill(~(full_B1TS & near), float("-inf"))
+        return self._by_type(masks)
+
+    def _windows(self) -> dict[str, int | None]:
+        """The window of each kind of layer; None where it sees all."""
         window = getattr(self.config, "sliding_window", None)
-        types = set(getattr(self.config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
-        masks = {"full_attention": full_B1TS}
-        if "sliding_attention" in types and window is not None:
-            near = key_position_BS[:, None, None, :] > position_BT[:, None, :, None] - window
-            masks["sliding_attention"] = full_B1TS & near
-        # As what is added to the scores, once for all layers: a boolean mask would be turned into this in each of them.
-        added = {kind: torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, float("-inf")) for kind, mask in masks.items()}
-        return added if self.masks_by_layer_type else added[types.pop()]
+        windows: dict[str, int | None] = {"full_attention": None}
+        if "sliding_attention" in self._layer_types() and window is not None:
+            windows["sliding_attention"] = window
+        return windows
+
+    def _layer_types(self) -> set[str]:
+        window = getattr(self.config, "sliding_window", None)
+        return set(getattr(self.config, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"])
+
+    def _by_type(self, masks: dict[str, Any]) -> Any:
+        """As the model takes them: one for each kind of layer, or one for all."""
+        return masks if self.masks_by_layer_type else masks[self._layer_types().pop()]
 
     def _hook_layers(self) -> None:
         def keep(index: int):

@@ -94,8 +94,11 @@ class DistillTask(pl.LightningModule):
         self._first_bad: Tensor | None = None
         require_taught(target, net, objective)
         self._score = make_score(net, objective, TargetTeacher(target, net), self.depth, speed.compile)
-        net.fused = speed.fused_blocks and target.device.type == "cuda"
-        graphed = speed.graph_target and target.device.type == "cuda"
+        cuda = target.device.type == "cuda"
+        net.fused, net.fused_rows = speed.fused_blocks and cuda, speed.fused_rows and cuda
+        net.recomputes = speed.checkpoint_activations
+        target.fused_rows = net.fused_rows
+        graphed = speed.graph_target and cuda
         ahead = reads_ahead(speed, target.device)
         self._graphed = GraphedRead(target, net.needs.taps, copies=ahead) if graphed else None
         self._ahead = ReadAhead(self._read, target.device) if ahead else None

@@ -17,3 +17,9 @@ class SpeedConfig:
     fused_blocks: bool = False
     """On a GPU, let block drafters attend in one kernel that holds no scores (flex_attention): for long rows and many anchors. Without a GPU
     it changes nothing."""
+    fused_rows: bool = False
+    """On a GPU, let the target, and drafters that read a text (EAGLE, P-EAGLE, a stand-alone model), attend to it in one kernel that holds no scores: for
+    rows of more than a few thousand tokens. Without a GPU it changes nothing."""
+    checkpoint_activations: bool = False
+    """Keep of each layer of the drafter, or each unrolled step, what it reads alone, and compute its inside again in the backward pass: less memory, one
+    more forward pass of the drafter. Heads (Medusa, Hydra) have nothing of the kind."""

@@ -30,6 +30,8 @@ DRAFTERS = {
     "eagle3": Eagle3(taps=[0, 1, 3], depth=4),
     "eagle3.1": Eagle3(taps=[0, 1, 3], depth=4, fc_norm=True, norm_output=True),
     "eagle3 low-rank": Eagle3(taps=[1, 2], depth=4, head_rank=5),
+    "eagle3 window": Eagle3(taps=[0, 1, 3], depth=4, window=5),
+    "eagle3 window shorter than a draft": Eagle3(taps=[0, 1, 3], depth=4, window=2),
     "eagle1": Eagle(depth=1),
     "hass": Eagle(depth=3, bias=True),
     "medusa": Medusa(heads=4, layers=2),

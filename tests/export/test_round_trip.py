@@ -33,28 +33,36 @@ def why_not(name: str, asked: str, size: str, architecture: str) -> str | None:
         return None
     if asked not in {engine for format in entry.formats for engine in format.engine_names}:
         return re.escape(entry.otherwise) or "knows no form of"
-    rules = {
-        ("eagle1", "vllm"): (reduced, "every token of the target"),
-        ("hass", "vllm"): (True, "bias"),
-        ("medusa own heads", "vllm"): (reduced, "own_heads false"),
-        ("dflash", "sglang"): (reduced or scaled, "every token of the target" if reduced else "the raw ones"),
-        ("dflash window", "sglang"): (True, "every token of the target" if reduced else "window of 7"),
-        ("dflash", "speculators"): (scaled, "the raw ones"),
-        ("dflash window", "speculators"): (True, "window from the anchor"),
-        ("dspark", "vllm"): (scaled, "caps or scales"),
-        ("dspark", "sglang"): (reduced or scaled, "caps or scales" if scaled else "every token of the target"),
-        ("dspark", "speculators"): (scaled, "caps or scales"),
-        ("dflash2", "vllm"): (reduced, "among all tokens"),
-        ("dflash2", "sglang"): (True, "among all tokens" if reduced else "a window of 2048"),
-        ("dflash2", "speculators"): (True, _selects(reduced, scaled) or "window from the anchor"),
-        ("dflash2 all rows", "vllm"): (reduced, "among all tokens"),
-        ("dflash2 all rows", "sglang"): (reduced or scaled, "among all tokens" if reduced else "the raw ones"),
-        ("dflash2 all rows", "speculators"): (reduced or scaled, _selects(reduced, scaled)),
-    } | {
-        (independent, engine): (reduced, "every token of the target")
-        for independent in ("independent", "independent qk-norm")
-        for engine in ("vllm", "sglang", "transformers")
-    }
+    rules = (
+        {
+            ("eagle1", "vllm"): (reduced, "every token of the target"),
+            ("hass", "vllm"): (True, "bias"),
+            ("medusa own heads", "vllm"): (reduced, "own_heads false"),
+            ("dflash", "sglang"): (reduced or scaled, "every token of the target" if reduced else "the raw ones"),
+            ("dflash window", "sglang"): (True, "every token of the target" if reduced else "window of 7"),
+            ("dflash", "speculators"): (scaled, "the raw ones"),
+            ("dflash window", "speculators"): (True, "window from the anchor"),
+            ("dspark", "vllm"): (scaled, "caps or scales"),
+            ("dspark", "sglang"): (reduced or scaled, "caps or scales" if scaled else "every token of the target"),
+            ("dspark", "speculators"): (scaled, "caps or scales"),
+            ("dflash2", "vllm"): (reduced, "among all tokens"),
+            ("dflash2", "sglang"): (True, "among all tokens" if reduced else "a window of 2048"),
+            ("dflash2", "speculators"): (True, _selects(reduced, scaled) or "window from the anchor"),
+            ("dflash2 all rows", "vllm"): (reduced, "among all tokens"),
+            ("dflash2 all rows", "sglang"): (reduced or scaled, "among all tokens" if reduced else "the raw ones"),
+            ("dflash2 all rows", "speculators"): (reduced or scaled, _selects(reduced, scaled)),
+        }
+        | {
+            (window, engine): (True, "sees all positions, and this drafter the last [25]; set export.format to vllm")
+            for window in ("eagle3 window", "eagle3 window shorter than a draft")
+            for engine in ("sglang", "speculators")
+        }
+        | {
+            (independent, engine): (reduced, "every token of the target")
+            for independent in ("independent", "independent qk-norm")
+            for engine in ("vllm", "sglang", "transformers")
+        }
+    )
     holds, reason = rules.get((name, asked), (False, None))
     return reason if holds else None
 
@@ -134,6 +142,7 @@ def test_half_precision_and_the_format_that_is_chosen_when_none_is_asked_for(tin
     assert check["against_trained"] is None or check["against_trained"] > 1e-6 * max(1, check["largest_logit"])
     told = [note for note in made["notes"] if "Not written for" in note]
     wanted = {
+        "eagle3 window": "SGLang", "eagle3 window shorter than a draft": "SGLang",
         "eagle1": "vLLM", "hass": "vLLM", "medusa own heads": "vLLM", "dflash": "SGLang", "dflash window": "SGLang", "dspark": "SGLang",
         "dflash2": "vLLM, SGLang and speculators", "dflash2 all rows": "vLLM, SGLang and speculators",
         "independent": "transformers, vLLM and SGLang", "independent qk-norm": "transformers, vLLM and SGLang",

@@ -1,0 +1,97 @@
+"""Attention to the rows of a text without holding scores: what one query sees of a packed row is one stretch of it, from a first row to a last.
+
+Of T queries over T rows a dense mask holds T x T truths and a softmax B x H x T x T scores; here there are two numbers for each query, and a table of
+which blocks of 128 queries look at which blocks of 128 rows (T x T / 16,384). The kernel is `flex_attention`.
+
+Letters: B batch, H query heads, G key/value heads (grouped queries), Q queries, S rows of the text, D head width, N blocks of queries, M blocks of rows.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+BLOCK = 128
+"""Queries, and rows, of a block: what the kernel takes in at once."""
+
+
+def stretch_mask(first_BQ: Tensor, last_BQ: Tensor, rows: int) -> BlockMask:
+    """Query q of a packed row sees its rows `first_BQ` to `last_BQ`, both included, of `rows`; none where first is behind last. Nothing here is as
+    large as queries times rows, and the host does not wait for the device."""
+    B, Q = first_BQ.shape
+    blocks_N, blocks_M = -(-Q // BLOCK), -(-rows // BLOCK)
+    fill = (0, blocks_N * BLOCK - Q)
+    empty_BQ = first_BQ > last_BQ
+    # Over the queries of a block: the rows that any sees lie within low..high, and those that all see are inner_low..inner_high.
+    low_BN, inner_high_BN = (
+        torch.nn.functional.pad(x, fill, value=absent).unflatten(1, (blocks_N, BLOCK)).amin(2)
+        for x, absent in ((first_BQ.masked_fill(empty_BQ, rows), rows), (last_BQ.masked_fill(empty_BQ, -1), -1))
+    )
+    high_BN, inner_low_BN = (
+        torch.nn.functional.pad(x, fill, value=absent).unflatten(1, (blocks_N, BLOCK)).amax(2)
+        for x, absent in ((last_BQ.masked_fill(empty_BQ, -1), -1), (first_BQ.masked_fill(empty_BQ, rows), rows))
+    )
+    begin_M = torch.arange(blocks_M, device=first_BQ.device) * BLOCK
+    end_M = begin_M + BLOCK - 1
+    touched_BNM = (end_M >= low_BN[..., None]) & (begin_M <= high_BN[..., None])
+    whole_BNM = (begin_M >= inner_low_BN[..., None]) & (end_M <= inner_high_BN[..., None])
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, row: Tensor) -> Tensor:
+        query = query.clamp(max=Q - 1)
+        return (row >= first_BQ[b, query]) & (row <= last_BQ[b, query])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(touched_BNM & ~whole_BNM), *_listed(whole_BNM), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(Q, rows)
+    )
+
+
+def _listed(chosen_BNM: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of rows each block of queries has [B, 1, N], and which, those first [B, 1, N, M]."""
+    order_BNM = chosen_BNM.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
+    return chosen_BNM.sum(-1, dtype=torch.int32)[:, None], order_BNM.to(torch.int32)[:, None]
+
+
+@cache
+def _kernel() -> Any:
+    """`flex_attention` is a kernel only when compiled; inside a compiled step it is taken as it stands. Sizes that change are made symbolic at their
+    second value."""
+    return torch.compile(flex_attention)
+
+
+def run_kernel(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """What is mixed [B, H, Q, D], and the logarithm of what its weights were divided by [B, H, Q] (-inf where nothing is seen). On a CPU there is no
+    gradient."""
+    # Norms of queries and keys give fp32 under autocast, which knows nothing of this kernel: as a dense product, in the values' type.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    attend = _kernel() if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
+    grouped = query.shape[1] != key.shape[1]
+    mixed, aux = attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+    return mixed, aux.lse
+
+
+def attend_rows(query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, mask: BlockMask, scale: float | None = None) -> Tensor:
+    """`attend` of ops/attention.py under such a mask. Returns [B, H, Q, D]."""
+    return run_kernel(query_BHQD, key_BGSD, value_BGSD, mask, scale)[0]
+
+
+def attend_rows_and_own(
+    query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, mask: BlockMask, own_keys: list[Tensor], own_values: list[Tensor]
+) -> Tensor:
+    """`attend_chain` of ops/attention.py under such a mask. Returns [B, H, Q, D].
+
+    The softmax over both parts is put together from their own: with L the logarithm of the text's sum, the text as a whole weighs as a key of score L,
+    and its value is what was mixed of it.
+    """
+    mixed, sum_BHQ = run_kernel(query_BHQD, key_BGSD, value_BGSD, mask)
+    if not own_keys:
+        return mixed
+    B, H, Q, D = query_BHQD.shape
+    G = key_BGSD.shape[1]
+    query = query_BHQD.reshape(B, G, H // G, Q, D) * D**-0.5
+    own_key, own_value = torch.stack(own_keys, dim=-2), torch.stack(own_values, dim=-2)  # [B, G, Q, J, D]
+    own_scores = torch.einsum("bghqd,bgqjd->bghqj", query, own_key).float()
+    weights = torch.cat([sum_BHQ.float().unflatten(1, (G, H // G))[..., None], own_scores], dim=-1).softmax(-1).to(mixed.dtype)
+    text = weights[..., :1] * mixed.unflatten(1, (G, H // G))
+    return (text + torch.einsum("bghqj,bgqjd->bghqd", weights[..., 1:], own_value)).flatten(1, 2)
