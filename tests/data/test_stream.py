@@ -1,17 +1,24 @@
 """The window stream: nothing depends on how a window is shared out, and counts come before the window runs."""
 
+import multiprocessing
+import os
+import time
 from functools import partial
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_run import ragged_chats, with_features, write_store
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from drafttrain.data.packing import RowPlan, read_chats
-from drafttrain.data.stream import DataConfig, Share, WindowStream, make_loader
+from drafttrain.data.stream import DataConfig, MicroBatch, Share, WindowStream, make_loader
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout, chain_visibility
 from drafttrain.losses import Distillation
+from drafttrain.tasks.speed_config import SpeedConfig
+from drafttrain.tasks.train import _loader
 
 LENGTH, DEPTH, TAPS = 48, 3, (0, 2, 3)
 ALONE = Share()
@@ -128,6 +135,66 @@ def test_stored_features_lie_where_their_tokens_lie(store, speakable, tiny_llama
     assert torch.allclose(batch.features.taps_BTAD[seen].float(), computed.taps_BTAD[seen], rtol=2e-2, atol=1e-3)
     assert torch.allclose(batch.features.final_BTD[taught].float(), computed.final_BTD[taught], rtol=2e-2, atol=1e-3)
     assert not batch.features.final_BTD[~real].any() and not batch.features.taps_BTAD[~real].any()
+
+
+def test_a_worker_reads_stored_features_before_they_are_asked_for(store, speakable, monkeypatch):
+    """Two micro-batches ahead, and this process reads none."""
+    read, pids = multiprocessing.Value("i", 0), multiprocessing.Array("i", 64)
+    stored_features = WindowStream.stored_features
+
+    def noted(stream, rows):
+        with read.get_lock():
+            pids[read.value], read.value = os.getpid(), read.value + 1
+        return stored_features(stream, rows)
+
+    monkeypatch.setattr(WindowStream, "stored_features", noted)
+    stream = make_stream(store, speakable, features=True)
+    batches = iter(make_loader(stream, workers=1, pin=False))
+    first, until = next(batches), time.monotonic() + 10
+    while read.value < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert read.value == 3 and os.getpid() not in pids[:3]
+    here = next(iter(stream))
+    assert torch.equal(first.features.taps_BTAD, here.features.taps_BTAD)
+    assert torch.equal(first.features.final_BTD.nan_to_num(7), here.features.final_BTD.nan_to_num(7))  # NaN where none is kept
+
+
+def test_every_tensor_of_a_micro_batch_is_pinned(store, speakable, monkeypatch):
+    """By DataLoader's own thread, which asks the micro-batch."""
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or x.clone())
+    batch = next(iter(make_stream(store, speakable, features=True)))
+    moved = pin_memory(batch)
+    records = batch.sequences, batch.features, batch.layout
+    held = [x for record in records for x in vars(record).values() if x is not None]
+    assert {id(x) for x in pinned} == {id(x) for x in held} and len(held) > 10
+    assert (
+        isinstance(moved, MicroBatch) and moved.window == batch.window and (moved.micro, moved.last) == (batch.micro, batch.last)
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_training_on_a_gpu_pins(store, speakable, device):
+    sections = SimpleNamespace(data=DataConfig(workers=1, features="stored"), speed=SpeedConfig())
+    loader = _loader(sections, make_stream(store, speakable), torch.device(device))
+    assert (loader.num_workers, loader.pin_memory) == (1, device == "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_was_pinned_is_copied_without_waiting(store, speakable, workers):
+    stream = make_stream(store, speakable, features=True)
+    loader, wanted = iter(make_loader(stream, workers, pin=True)), iter(stream)
+    next(loader).to("cuda")
+    next(wanted)
+    batch, right = next(loader), next(wanted)
+    assert batch.features.taps_BTAD.is_pinned() and batch.features.final_BTD.is_pinned() and batch.layout.pool_M.is_pinned()
+    torch.cuda._sleep(2_000_000_000)  # about a second, for which a copy that waits would wait
+    began = time.monotonic()
+    moved = batch.to("cuda")
+    assert time.monotonic() - began < 0.3
+    assert torch.equal(moved.features.taps_BTAD.cpu(), right.features.taps_BTAD)
 
 
 @pytest.mark.parametrize(
