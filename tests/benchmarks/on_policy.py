@@ -38,9 +38,10 @@ def main() -> None:
     args = parser.parse_args()
     entries = [json.loads(line) for line in args.entries.read_text().splitlines() if line.strip()]
     runs = [(entry, seed) for entry in entries if "recipe" in entry for seed in entry.get("seeds", [0])]
-    cards = torch.cuda.device_count()
+    cards = visible_cards()
     started = [
-        (entry, seed, start(args, entry, seed, place % cards if cards else None)) for place, (entry, seed) in enumerate(runs)
+        (entry, seed, start(args, entry, seed, cards[place % len(cards)] if cards else None))
+        for place, (entry, seed) in enumerate(runs)
     ]
     end = time.monotonic() + args.seconds
     while time.monotonic() < end and any(process.poll() is None for *_, process in started):
@@ -61,7 +62,13 @@ def main() -> None:
     sys.exit(1 if failed else 0)
 
 
-def start(args, entry: dict, seed: int, card: int | None) -> subprocess.Popen:
+def visible_cards() -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them: of a job that was given the second card alone, that one is not 0."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",")[: torch.cuda.device_count()] if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def start(args, entry: dict, seed: int, card: str | None) -> subprocess.Popen:
     """The training of an entry, in a folder of its own that finds the data."""
     name = f"{entry['name']}-seed{seed}"
     run = args.runs / name
@@ -74,7 +81,7 @@ def start(args, entry: dict, seed: int, card: int | None) -> subprocess.Popen:
         command += ["--config", recipe]
     for key, value in keys.items():
         command += [f"--{key}", str(value)]
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": str(card)} if card is not None else {})
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": card} if card is not None else {})
     with open(run / "log", "w") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
