@@ -64,7 +64,7 @@ class Field:
         files[1].unlink(missing_ok=True)
         kept = self.work / "caches" / name.replace(" ", "-")
         environ = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(kept / "inductor"), "TRITON_CACHE_DIR": str(kept / "triton")}
-        if args.speculators:
+        if args.speculators and contender == "speculators":
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(args.speculators.resolve()), environ.get("PYTHONPATH")]))
         command = [sys.executable, str(HERE / "race_worker.py"), str(files[0]), str(files[1])]
         try:

@@ -168,7 +168,7 @@ def recipe_flags(case: Case) -> list[tuple[str, str]]:
     flags = {
         "data.length": str(case.length), "data.rows": "1", "trainer.max_steps": rare, "trainer.log_every_n_steps": rare,
         "trainer.accumulate_grad_batches": "1", "trainer.gradient_clip_val": "1.0", "trainer.logger": "false", "checkpoint.every": rare,
-        "checkpoint.tau_prompts": "0", "speed.fused_blocks": "true",
+        "checkpoint.tau_prompts": "0", "speed.fused_blocks": "true", "speed.fused_rows": "true", "speed.overlap_target": "true",
     }  # fmt: skip
     if case.drafter == "dflash":
         flags |= {"block": str(case.size), "anchors": str(case.anchors), "mask_token": str(case.mask_token)}
@@ -195,11 +195,12 @@ def ours(case: Case) -> dict[str, Any]:
     import lightning.pytorch as pl
     from train_step import Clock
 
-    from drafttrain.data.stream import MicroBatch, Share, pinned, window_counts
+    from drafttrain.data.stream import LookAhead, MicroBatch, Share, pinned, window_counts
     from drafttrain.recipe import load_recipe
     from drafttrain.tasks.conductor import Run
     from drafttrain.tasks.distill import DistillTask, Position, Setup
     from drafttrain.tasks.sections import Sections
+    from drafttrain.tasks.speed import reads_ahead
     from drafttrain.tasks.stop import StopSignal
     from drafttrain.tasks.train import _fit
     from drafttrain.tasks.watch import Watch
@@ -290,9 +291,12 @@ def ours(case: Case) -> dict[str, Any]:
             return found
 
     class Endless:
+        """Fresh ones each time: a target that reads ahead leaves its features in them."""
+
         def __iter__(self) -> Iterator[MicroBatch]:
             while True:
-                yield from batches
+                for b in batches:
+                    yield MicroBatch(b.sequences, b.features, b.layout, b.micro, b.last, b.window)
 
     with tempfile.TemporaryDirectory() as folder, StopSignal() as stop:
         run_folder = Path(folder)
@@ -320,7 +324,8 @@ def ours(case: Case) -> dict[str, Any]:
         topology = Topology(accelerator="gpu" if case.cuda else "cpu")
         run = Run(run_folder / "checkpoints", recipe.checkpoint, recipe.drafter, build, [], {})
         with Watch(topology.store, 0, 1, recipe.checkpoint.hung_s) as watch:
-            _fit(task, Endless(), run, sections, topology, run_folder, None, watch)  # type: ignore[arg-type]
+            loader = LookAhead(Endless()) if online and reads_ahead(recipe.speed, device) else Endless()
+            _fit(task, loader, run, sections, topology, run_folder, None, watch)  # type: ignore[arg-type]
     case.wait()
     names = ("forward", "backward", "clip and step")
     parts = {name: sum(clock.between(m[i], m[i + 1]) for m in marks) / len(marks) for i, name in enumerate(names)}
