@@ -43,6 +43,7 @@ from drafttrain.target.load import locate, reason
 from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_start import drafts_of
 from drafttrain.tasks.optimizer import require_whole_matrices, token_sides, turned_by_muon
+from drafttrain.tasks.shared_target import require_no_answers
 from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.topology import Topology, read_topology
 from drafttrain.trainer_section import trainer_arguments
@@ -57,6 +58,7 @@ def run(recipe: Recipe, options: Options) -> None:
     """Print the plan. Raises UserError for everything that `train` would refuse before it loads anything."""
     topology = read_topology(recipe.trainer.get("strategy"))
     require_whole_matrices(recipe.optimizer, recipe.trainer.get("strategy"))
+    require_no_answers(recipe.speed, recipe.checkpoint, recipe.task == "on_policy")
     recipe.lora.require_start(recipe.checkpoint.start)
     trainer_arguments(recipe.trainer, options.run.logs)
     print(dump_yaml(recipe.plain()))

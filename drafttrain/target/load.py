@@ -25,15 +25,19 @@ from drafttrain.types import Identity
 WEIGHTS = ("*.safetensors", "*.gguf")
 
 
-def load_target(config: TargetConfig, device: str | torch.device | None = None) -> Target:
-    """Load, freeze and prove a target. Raises UserError for everything that a user can mend."""
+def load_target(config: TargetConfig, device: str | torch.device | None = None, shards: int = 1) -> Target:
+    """Load, freeze and prove a target. Raises UserError for everything that a user can mend.
+
+    `shards`: processes that share its layers out among themselves, all of those that torch.distributed joins. Each calls this, and whatever reads
+    with the target, at the same time and for the same rows. Embedding and head are whole in every one.
+    """
     from transformers import AttentionInterface
     from transformers.utils import logging as hf_logging
 
     hf_logging.disable_progress_bar()
     AttentionInterface.register(ATTENTION, hf_attention)
     where, gguf = locate(config.path)
-    model, tokenizer, commit = _load(config, where, gguf)
+    model, tokenizer, commit = _load(config, where, gguf, shards)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if gguf is not None:
@@ -41,7 +45,8 @@ def load_target(config: TargetConfig, device: str | torch.device | None = None) 
     model = _move(model, device, config.path)
     if torch.device(device).type == "cuda":
         fuse_norms(model)
-        merge_projections(model)
+        if shards == 1:
+            merge_projections(model)
     _check_layers(model, config.path)
     chat = ChatTemplate(tokenizer, config.template_arguments, config.path)
     identity = _identity(config, model.config.get_text_config(), chat, commit or _hash_weights(Path(where), gguf))
@@ -146,12 +151,14 @@ def locate(path: str) -> tuple[str, str | None]:
     return path, None
 
 
-def _load(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, object, str | None]:
+def _load(config: TargetConfig, where: str, gguf: str | None, shards: int) -> tuple[Any, object, str | None]:
     """(model, tokenizer, Hub commit or None for local files)."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     try:
-        _, tokenizer, commit, common = _load_light(config, where, gguf)
+        hf_config, tokenizer, commit, common = _load_light(config, where, gguf)
+        if shards > 1:
+            common |= _sharing(hf_config.get_text_config(), config.path, gguf, shards)
         # A GGUF is unpacked under a progress bar that no setting of transformers turns off.
         with redirect_stderr(io.StringIO()) if gguf else nullcontext():
             model = AutoModelForCausalLM.from_pretrained(
@@ -168,7 +175,40 @@ def _load(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, obje
     except Exception as error:  # transformers raises a dozen kinds here; every one means that the target cannot be had
         raise UserError(f"target {config.path} could not be loaded: {reason(error)}") from error
     model.set_attn_implementation(ATTENTION)
+    if shards > 1:
+        _make_ends_whole(model)
     return model, tokenizer, commit
+
+
+def _sharing(text: Any, path: str, gguf: str | None, shards: int) -> dict[str, Any]:
+    """What transformers is told to share the layers out by its own plan. UserError where it cannot."""
+    from transformers.distributed import DistributedConfig
+
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if gguf is not None:
+        raise UserError(
+            f"speed.shard_target is true, but target.path is {path}, a .gguf file, which is read whole; give safetensors."
+        )
+    if text.num_attention_heads % shards or heads % shards:
+        raise UserError(
+            f"speed.shard_target is true, but {shards} processes cannot share the {text.num_attention_heads} heads ({heads} of keys and values) of target "
+            f"{path} evenly; start a number of processes that divides both."
+        )
+    return {"distributed_config": DistributedConfig(tp_size=shards, tp_plan="auto")}
+
+
+def _make_ends_whole(model: Any) -> None:
+    """Embedding and head in one piece again: drafters and objectives read their weights. Every process does it at once."""
+    from torch.distributed.tensor import DTensor
+
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = ends[0].weight is ends[1].weight
+    for end in ends:
+        end.__dict__.pop("forward", None)  # what transformers put there exchanges the parts
+        if isinstance(end.weight, DTensor):
+            end.weight = torch.nn.Parameter(end.weight.full_tensor(), requires_grad=False)
+    if tied:
+        ends[1].weight = ends[0].weight
 
 
 def _load_light(config: TargetConfig, where: str, gguf: str | None) -> tuple[Any, Any, str | None, dict[str, Any]]:

@@ -30,6 +30,7 @@ from drafttrain.layouts import one_chat
 from drafttrain.losses import Objective
 from drafttrain.target.target import Target
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer, token_sides
+from drafttrain.tasks.shared_target import SharedRead
 from drafttrain.tasks.speed import GraphedRead, ReadAhead, make_score, reads_ahead
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal
@@ -98,10 +99,12 @@ class DistillTask(pl.LightningModule):
         net.fused, net.fused_rows = speed.fused_blocks and cuda, speed.fused_rows and cuda
         net.recomputes = speed.checkpoint_activations
         target.fused_rows = net.fused_rows
-        graphed = speed.graph_target and cuda
+        graphed = speed.graph_target and cuda and not speed.shard_target
         ahead = reads_ahead(speed, target.device)
         self._graphed = GraphedRead(target, net.needs.taps, copies=ahead) if graphed else None
         self._ahead = ReadAhead(self._read, target.device) if ahead else None
+        read = self._graphed or partial(target.read_packed, taps=net.needs.taps)
+        self._read_target = SharedRead(read) if speed.shard_target else read
         # Checkpoints leave frozen weights out, DeepSpeed's too (exclude_frozen_parameters); without any, nothing may be missing.
         self.strict_loading = all(weight.requires_grad for weight in net.parameters())
 
@@ -227,8 +230,7 @@ class DistillTask(pl.LightningModule):
 
     def _read(self, sequences: Sequences) -> Features:
         with torch.no_grad(), plainly(self.device):
-            read = self._graphed or partial(self.target.read_packed, taps=self.net.needs.taps)
-            return rounded(read(sequences), self.feature_dtype)
+            return rounded(self._read_target(sequences), self.feature_dtype)
 
     def _ends_with(self, batch: MicroBatch) -> bool:
         return batch.last and self.position.step + 1 >= self.trainer.max_steps

@@ -107,7 +107,7 @@ class GraphedRead:
 
 def reads_ahead(speed: SpeedConfig, device: torch.device) -> bool:
     """Does the target read the next micro-batch while the drafter learns from this one?"""
-    return speed.overlap_target and device.type == "cuda"
+    return speed.overlap_target and not speed.shard_target and device.type == "cuda"
 
 
 class ReadAhead:

@@ -14,6 +14,9 @@ class SpeedConfig:
     overlap_target: bool = False
     """On a GPU, let the target read the next micro-batch while the drafter learns from this one, on a stream of its own; that takes the memory of both
     at once. Without a GPU, and where features are stored, it changes nothing."""
+    shard_target: bool = False
+    """Share each layer of the target out among all processes of the machine, which then read with it together (tensor parallelism): for a target that does
+    not fit on one GPU. Without answers while training (checkpoint.tau_prompts: 0), graph_target and overlap_target."""
     fused_blocks: bool = False
     """On a GPU, let block drafters attend in one kernel that holds no scores (flex_attention): for long rows and many anchors. Without a GPU
     it changes nothing."""

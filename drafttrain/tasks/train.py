@@ -51,6 +51,7 @@ from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, 
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turns
 from drafttrain.tasks.sections import Sections, recipe_facts
+from drafttrain.tasks.shared_target import require_no_answers, require_sharers
 from drafttrain.tasks.speed import reads_ahead
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
@@ -102,6 +103,8 @@ def train(
     sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed, on_policy, lora)
     _check_trainer(trainer)
     require_whole_matrices(optimizer, trainer.get("strategy"))
+    require_no_answers(speed, checkpoint, on_policy is not None)
+    require_sharers(speed, topology)
     lora.require_start(checkpoint.start)
     say = print if topology.rank == 0 else _say_nothing
     checkpoints = Path(run_folder) / "checkpoints"
@@ -121,7 +124,7 @@ def train(
         meet(topology.rank, topology.world, topology.accelerator, trainer.get("strategy"))
     with StopSignal() as stop, watch:
         say(f"loading {target.path}")
-        model = load_target(target, device=topology.device)
+        model = load_target(target, device=topology.device, shards=topology.world if speed.shard_target else 1)
         build, net = _begin(sections, model, store, checkpoints, saved is not None, topology.rank, say)
         if net.needs.depth > data.length - 2:  # an anchor needs a row before it and `depth` labels behind it
             raise UserError(
