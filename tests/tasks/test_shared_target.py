@@ -11,7 +11,7 @@ import torch
 from planning import EAGLE3, line, planner
 from safetensors.torch import load_file
 from tasks.test_processes import TORCHRUN, finish, launch
-from tiny import COMMON, build_tokenizer
+from tiny import ARCHITECTURES, COMMON, build_tokenizer
 from tiny_run import logged, make_run, start
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -40,14 +40,14 @@ def read_together(folders: list[Path], gpu: bool) -> None:
 
 
 def test_two_processes_read_what_one_with_the_whole_target_reads(tmp_path, target_folders):
-    read_together([target_folders("llama"), target_folders("qwen3"), tied(tmp_path / "tied")], gpu=False)
+    read_together([*map(target_folders, ARCHITECTURES), tied(tmp_path / "tied")], gpu=False)
 
 
 @pytest.mark.gpu
 def test_two_gpus_read_what_one_with_the_whole_target_reads(tmp_path, target_folders):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 NVIDIA GPUs")
-    read_together([target_folders("llama"), target_folders("qwen3"), tied(tmp_path / "tied")], gpu=True)
+    read_together([*map(target_folders, ARCHITECTURES), tied(tmp_path / "tied")], gpu=True)
 
 
 def test_two_ranks_that_share_a_target_train_as_one_that_has_it_whole(tmp_path, tiny_llama, target_folders):
