@@ -46,6 +46,23 @@ class Teacher(Protocol):
         """log c: what the target's probabilities of the draft vocabulary sum to [N], given their logits; 0 where it is full."""
 
 
+class _Picked(torch.autograd.Function):
+    """The number at one column of each row [N]. As a gather, whose gradient, though, is compared column by column: in a compiled step it then is a part of
+    the kernel that writes the gradient of the logits, where that of a gather is a table [N, V] in fp32 of its own, filled and read again."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, label_N: Tensor) -> Tensor:
+        ctx.save_for_backward(label_N)
+        ctx.words = logits_NV.shape[1]
+        return logits_NV.gather(1, label_N[:, None])[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
+        (label_N,) = ctx.saved_tensors
+        column_V = torch.arange(ctx.words, device=label_N.device)
+        return torch.where(column_V == label_N[:, None], grad_N[:, None], 0.0), None
+
+
 class Taught:
     """The target's side of some of its rows, in fp32 and without gradient; each thing is computed when first asked for."""
 
@@ -112,7 +129,7 @@ class Scored:
 
     @computed_once
     def log_q_label_N(self) -> Tensor:
-        return self.logits_NV.gather(1, self.label_N[:, None])[:, 0] - self.log_sum_N
+        return _Picked.apply(self.logits_NV, self.label_N) - self.log_sum_N
 
     @computed_once
     def log_not_q_label_N(self) -> Tensor:

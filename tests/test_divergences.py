@@ -359,3 +359,34 @@ def test_states_of_another_width_are_refused():
 def test_a_divergence_cannot_hold_nonsense(make, sentence):
     with pytest.raises(UserError, match=sentence):
         make()
+
+
+def test_what_is_picked_has_the_gradient_of_a_gather():
+    g = torch.Generator().manual_seed(0)
+    logits, label, upstream = torch.randn(6, 9, generator=g), torch.randint(0, 9, (6,), generator=g), torch.randn(6, generator=g)
+    wanted, found = (logits.clone().requires_grad_() for _ in range(2))
+    (wanted.gather(1, label[:, None])[:, 0] * upstream).sum().backward()
+    picked = Scored(torch.empty(6, 0), found, label, None, None).log_q_label_N + found.logsumexp(-1)
+    (picked * upstream).sum().backward()
+    torch.testing.assert_close(found.grad, wanted.grad)
+
+
+@pytest.mark.slow
+def test_compiled_hard_cross_entropy_holds_no_table_of_logits_in_fp32():
+    """One in the logits' own type forward, whose place their gradient takes; the gradient of a gather would be another, twice as large."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch._dynamo.reset()
+    g = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(shape, generator=g).bfloat16() for shape in ((300, 64), (64, 5000)))
+    label = torch.randint(0, 5000, (300,), generator=g)
+    hidden.requires_grad_()
+
+    def loss(hidden, label):
+        scored = Scored(hidden, (hidden @ head).float(), label, None, None)
+        return HardCrossEntropy().of(scored).sum()
+
+    compiled = torch.compile(loss)
+    _, code = run_and_get_code(lambda: compiled(hidden, label).backward())
+    tables = [line for part in code for line in part.splitlines() if "empty_strided_cpu((300, 5000)" in line]
+    assert len(tables) == 1 and "bfloat16" in tables[0], tables

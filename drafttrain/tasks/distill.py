@@ -190,7 +190,7 @@ class DistillTask(pl.LightningModule):
 
     def configure_optimizers(self):
         config, max_steps = self.optimizer_config, self.trainer.max_steps
-        optimizer = make_optimizer(config, self.net, self._may_fuse(), token_sides(self.net))
+        optimizer = make_optimizer(config, self.net, fused=True, tokens=token_sides(self.net))
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: config.lr_fraction(step, max_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -241,10 +241,6 @@ class DistillTask(pl.LightningModule):
             self._first_bad = torch.full((), 2**31, dtype=torch.int64, device=loss.device)
         bad = torch.where(torch.isfinite(loss), 2**31, self.position.step + 1)
         self._first_bad = torch.minimum(self._first_bad, bad)
-
-    def _may_fuse(self) -> bool:
-        """Lightning refuses to clip the gradients of a fused optimizer under mixed precision."""
-        return not (self.trainer.gradient_clip_val and "mixed" in str(self.trainer.precision))
 
 
 def require_taught(target: Target, net: DrafterNet, objective: Objective) -> None:

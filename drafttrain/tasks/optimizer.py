@@ -151,4 +151,8 @@ def token_sides(net: DrafterNet) -> set[int]:
 
 
 def _adamw(config: OptimizerConfig, groups: list[dict], fused: bool) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
+    # Fused, it says that it divides by fp16's scale of the loss itself, and Lightning (2.6) clips no gradients of such a one in any mixed precision. Where
+    # there is a scale, who made it divides by it before the step, as for any other optimizer.
+    optimizer._step_supports_amp_scaling = False
+    return optimizer

@@ -1,7 +1,9 @@
 """Learning rates at chosen steps, worked out by hand; what is decayed; sections that cannot hold nonsense."""
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from tiny_run import logged, make_run, start
 from torch import nn
 
 from drafttrain.errors import UserError
@@ -73,3 +75,29 @@ def test_an_optimizer_section_cannot_hold_nonsense(values, sentence):
 def test_a_checkpoint_section_cannot_hold_nonsense(values, sentence):
     with pytest.raises(UserError, match=sentence):
         CheckpointConfig(**values)
+
+
+def optimizers_of(run, target, folder, precision):
+    """Its optimizer's groups, and the logged losses, of four steps whose gradients are clipped."""
+    kept = []
+
+    class Keep(pl.Callback):
+        def on_train_start(self, trainer, task):
+            kept.append(trainer.optimizers[0])
+
+    make_run(run, target)
+    trainer = {"max_steps": 4, "log_every_n_steps": 1, "gradient_clip_val": 0.1, "precision": precision, "callbacks": [Keep()]}
+    start(run, folder, trainer=trainer)
+    return kept[0], logged(run)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_adamw_is_one_kernel_though_gradients_are_clipped(tmp_path, tiny_llama, target_folders, monkeypatch, precision):
+    """Lightning's own rule would be an optimizer of many small kernels and temporary tables as large as the weights."""
+    one, losses = optimizers_of(tmp_path / "one", tiny_llama, target_folders("llama"), precision)
+    assert all(group["fused"] for group in one.param_groups)
+    plain = torch.optim.AdamW
+    monkeypatch.setattr(torch.optim, "AdamW", lambda *args, **named: plain(*args, **named | {"fused": False}))
+    many, wanted = optimizers_of(tmp_path / "many", tiny_llama, target_folders("llama"), precision)
+    assert not any(group["fused"] for group in many.param_groups)
+    assert losses == pytest.approx(wanted, rel=1e-4) and len(losses) == 4
