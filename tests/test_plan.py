@@ -250,3 +250,25 @@ def test_a_start_that_is_not_there_or_does_not_fit_is_refused(planned, tmp_path,
     assert "drafter.safetensors is damaged" in refusal(start=str(trained))
     [said] = [each for each in planned(checkpoint={"start": "owner/name"})[1] if "owner/name" in each and "Hub id" in each]
     assert said.endswith("it is fetched and checked when training starts")
+
+
+def test_the_most_that_a_step_holds_is_told_or_that_it_cannot_be(planned, monkeypatch):
+    """Parts and sum; more rows hold more; a model that looks at numbers costs the plan one line."""
+
+    def told(**sections):
+        return line(planned(EAGLE3, **sections)[1], "memory of a step")
+
+    found = {rows: told(data={"rows": rows}) for rows in (4, 8)}
+    assert all(said.startswith("memory of a step on a GPU, each process: target's weights ") for said in found.values())
+    elements, megabytes = (
+        {rows: float(re.search(words, said)[1]) for rows, said in found.items()}
+        for words in (r"\((\d+) el", r"forward ([\d.]+) MB")
+    )
+    assert elements[8] == 2 * elements[4] and 1.5 < megabytes[8] / megabytes[4] < 2.1
+    assert "speed.compile" not in found[4] and "speed.compile holds less" in told(speed={"compile": True})
+
+    def refuses(*args):
+        raise RuntimeError("a value is looked at")
+
+    monkeypatch.setattr("drafttrain.commands.plan_memory.peak_of", refuses)
+    assert told() == "memory of a step: cannot be told without running one (RuntimeError: a value is looked at)"

@@ -12,6 +12,7 @@ from drafttrain.commands.plan_adapt import adapted
 from drafttrain.commands.plan_checks import refused_by_bench, require_room, unmeant
 from drafttrain.commands.plan_export import exported
 from drafttrain.commands.plan_lora import learner_of
+from drafttrain.commands.plan_memory import memory
 from drafttrain.commands.plan_on_policy import (
     Prompts,
     device_parts,
@@ -112,6 +113,7 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     if prompts is not None:
         yield from kept(recipe, topology, target, net, prompts, start_tau(recipe))
     yield from _device(recipe, topology, target, net, learner, prompts)
+    yield from memory(recipe, store, topology, target, net)
     if store is not None and recipe.data.features == "stored":
         if store.manifest.taps is None:
             yield f"{store.folder}/ holds no features yet: run data_prep before training"

@@ -1,0 +1,83 @@
+"""What `drafttrain plan` says of the most that a device holds at once: a training step done without numbers (tasks/memory.py)."""
+
+from functools import partial
+from itertools import islice
+
+import torch
+
+from drafttrain.data.packing import RowPlan, read_chats
+from drafttrain.data.store import TokenStore
+from drafttrain.data.stream import Share, WindowStream
+from drafttrain.drafters.base import DrafterNet
+from drafttrain.files import human_bytes
+from drafttrain.layouts import one_chat
+from drafttrain.recipe import Recipe
+from drafttrain.target.target import Target
+from drafttrain.tasks.memory import DRAFTER, GRADIENTS, OPTIMIZER, OTHERS, TARGET, Step, peak_of
+from drafttrain.tasks.strategy import uses_deepspeed
+from drafttrain.topology import Topology
+from drafttrain.types import Layout, Sequences
+
+LOOKED_AT = 32
+"""Micro-batches of the store, of which the one with most elements counts."""
+PRECISIONS = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "None": "32-true"}
+"""Shorter words for trainer.precision."""
+STAYS = (TARGET, DRAFTER, GRADIENTS, OPTIMIZER, OTHERS)
+"""What is there from step to step, named first."""
+
+
+def step_of(recipe: Recipe, target: Target, net: DrafterNet, world: int = 1) -> Step:
+    """What training would do on a GPU."""
+    precision, trainer = str(recipe.trainer.get("precision")), recipe.trainer
+    precision = PRECISIONS.get(precision, precision)
+    return Step(
+        target, getattr(torch, recipe.target.dtype), recipe.drafter, net.vocabulary, recipe.objective, recipe.optimizer, recipe.speed,
+        online=recipe.data.features == "online", feature_dtype=recipe.data.feature_dtype, precision=precision,
+        one_kernel=not (trainer.get("gradient_clip_val") and "mixed" in precision),
+        accumulate=trainer.get("accumulate_grad_batches", 1), world=1 if uses_deepspeed(trainer.get("strategy")) else world,
+    )  # fmt: skip
+
+
+def memory(recipe: Recipe, store: TokenStore | None, topology: Topology, target: Target, net: DrafterNet) -> list[str]:
+    """The peak and what it is made of. `target` and `net` are outlines; layouts are made by the net. A line says so where it cannot be told."""
+    if recipe.task == "on_policy" or recipe.lora.rank is not None:
+        return []  # their micro-batches hang on what is answered, their weights on what is started from
+    try:
+        sequences, layout = _micro_batch(recipe, store, target, net)
+        peak = peak_of(step_of(recipe, target, net, topology.world), sequences, layout)
+    except Exception as error:  # whatever somebody's model does with tensors that have no numbers
+        first = (str(error).splitlines() or [""])[0][:120]
+        return [f"memory of a step: cannot be told without running one ({type(error).__name__}: {first})"]
+    named = sorted(peak.parts, key=lambda part: (part not in STAYS, STAYS.index(part) if part in STAYS else 0))
+    made_of = " + ".join(f"{part} {human_bytes(peak.parts[part])}" for part in named)
+    whose = "a full row" if store is None else "the fullest of the first micro-batches"
+    notes = _notes(recipe)
+    return [
+        f"memory of a step on a GPU, each process: {made_of} = at most {human_bytes(peak.bytes)} at once ({len(layout.label_N):,} elements, "
+        f"{whose}){notes}"
+    ]
+
+
+def _notes(recipe: Recipe) -> str:
+    found = []
+    if recipe.speed.compile:
+        found.append("speed.compile holds less, often a third")
+    if uses_deepspeed(recipe.trainer.get("strategy")):
+        found.append("DeepSpeed divides what stays and adds its buckets")
+    if recipe.speed.shard_target:
+        found.append("speed.shard_target divides the target")
+    return "".join(f"; {note}" for note in found)
+
+
+def _micro_batch(recipe: Recipe, store: TokenStore | None, target: Target, net: DrafterNet) -> tuple[Sequences, Layout]:
+    """The one with most elements of the first of a store; without one, rows of which every token is supervised and can be said."""
+    data = recipe.data
+    if store is None:
+        alone = one_chat(net.vocabulary.ids[:1].cpu().repeat(data.length), prompt_len=1)
+        full = Sequences(*(getattr(alone, name).repeat(data.rows, 1) for name in Sequences.__dataclass_fields__))
+        return full, net.layout(full, numbers=[(data.seed, row) for row in range(data.rows)])
+    plan = RowPlan(read_chats(store, min(data.length, target.max_positions)), data.length, data.seed)
+    counts = partial(recipe.objective.counts, depth=net.needs.depth)
+    stream = WindowStream(store, plan, Share(rows=data.rows), net.layout, counts)
+    fullest = max(islice(stream, LOOKED_AT), key=lambda batch: len(batch.layout.label_N))
+    return fullest.sequences, fullest.layout
