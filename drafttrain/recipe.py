@@ -16,7 +16,7 @@ from typing import Any
 import jsonargparse
 
 from data_prep.config import PrepareConfig
-from data_prep.engines import Engine
+from data_prep.engines import Engine, OpenAIServer
 from data_prep.sources import PromptSource
 from drafttrain.data.stream import DataConfig
 from drafttrain.decoding.methods import Method
@@ -92,6 +92,11 @@ class Recipe:
             )
         if self.task not in TASKS:
             raise UserError(f"task is {self.task!r}, but must be one of {', '.join(TASKS)}.")
+        if self.target.weights is not None and isinstance(self.prepare.engine, OpenAIServer):
+            raise UserError(
+                f"target.weights is {self.target.weights}, but prepare.engine is a server, whose weights are not rounded so; set it to null, or let this "
+                "process answer (leave prepare.engine out)."
+            )
         if not isinstance(self.trainer, dict):
             raise UserError(
                 f"trainer is {self.trainer!r}, but must hold arguments of Lightning's Trainer, such as max_steps; write them below it."

@@ -14,6 +14,7 @@ from drafttrain.errors import UserError
 from drafttrain.export.format import NAMES, Format
 from drafttrain.export.registry import format_named
 from drafttrain.files import read_json, write_atomic, write_json_atomic
+from drafttrain.target.precision import rounded_to
 
 MADE_FILE = "drafttrain.json"
 MEASURED = (
@@ -88,8 +89,17 @@ def _what(format: Format, made: dict) -> str:
 
 A drafter for speculative decoding: it proposes several tokens, the target checks them in one pass, and only what the target
 itself would have said is kept. {format.about(made)} It can say {words}. It is of use only with this target
-(revision `{identity["revision"]}`) and its tokenizer.
+(revision `{identity["revision"]}`) and its tokenizer.{_precision(identity)}
 """
+
+
+def _precision(identity: dict) -> str:
+    weights = rounded_to(identity["revision"])
+    return (
+        ""
+        if weights is None
+        else f" While it was trained and measured, the matrices of the target's layers were rounded to {weights}; beside other weights less may be accepted."
+    )
 
 
 def _measured(report: dict | None) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 from drafttrain.errors import UserError
 
 DTYPES = ("float32", "bfloat16")
+ROUNDED = ("int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class TargetConfig:
     """Hub revision; the commit it resolves to is what stores and checkpoints carry."""
     dtype: str = "float32"
     """float32 or bfloat16."""
+    weights: str | None = None
+    """int8 or fp8: the matrices of the layers rounded to a byte a number (by torchao), for half the memory of bfloat16; null: as they are. Embedding, head
+    and experts are not rounded. It is another target then: data, checkpoints and exports say so, and refuse one in another precision."""
     trust_remote_code: bool = False
     """Allow the target's own modelling code to run."""
     template_arguments: dict[str, Any] = field(default_factory=dict)
@@ -28,3 +32,7 @@ class TargetConfig:
             raise UserError("target.path is empty; give a Hub id, a local folder or a .gguf file.")
         if self.dtype not in DTYPES:
             raise UserError(f"target.dtype is {self.dtype!r}, but must be one of {', '.join(DTYPES)}.")
+        if self.weights is not None and self.weights not in ROUNDED:
+            raise UserError(
+                f"target.weights is {self.weights!r}, but must be {' or '.join(ROUNDED)}, or null for weights as they are."
+            )

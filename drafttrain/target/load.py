@@ -18,6 +18,7 @@ from drafttrain.files import typed_path
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.fuse import fuse_norms, merge_projections
 from drafttrain.target.hub import only_cached
+from drafttrain.target.precision import revision_of, round_weights
 from drafttrain.target.target import ATTENTION, KNOWN_LAYER_TYPES, Target, hf_attention, plain_copy, prove
 from drafttrain.target.template import ChatTemplate
 from drafttrain.types import Identity
@@ -42,10 +43,12 @@ def load_target(config: TargetConfig, device: str | torch.device | None = None, 
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if gguf is not None:
         model = plain_copy(model)
+    if config.weights is not None:
+        round_weights(model, config.weights, device)
     model = _move(model, device, config.path)
     if torch.device(device).type == "cuda":
         fuse_norms(model)
-        if shards == 1:
+        if shards == 1 and config.weights is None:
             merge_projections(model)
     _check_layers(model, config.path)
     chat = ChatTemplate(tokenizer, config.template_arguments, config.path)
@@ -315,7 +318,7 @@ def _end_ids(generation: Any, config: Any, tokenizer) -> tuple[int, ...]:
 
 def _identity(config: TargetConfig, text: Any, chat: ChatTemplate, revision: str) -> Identity:
     return Identity(
-        path=config.path, revision=revision, tokenizer=chat.vocabulary_hash(), template=chat.hash(), template_arguments=chat.arguments_json(),
+        path=config.path, revision=revision_of(revision, config.weights), tokenizer=chat.vocabulary_hash(), template=chat.hash(), template_arguments=chat.arguments_json(),
         layers=text.num_hidden_layers, hidden=text.hidden_size, vocab=text.vocab_size,
     )  # fmt: skip
 

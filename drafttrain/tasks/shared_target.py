@@ -62,10 +62,14 @@ def require_sharers(speed: SpeedConfig, topology: Processes) -> None:
         )
 
 
-def require_no_answers(speed: SpeedConfig, checkpoint: CheckpointConfig, on_policy: bool) -> None:
-    """UserError where processes that share a target would each ask it for answers."""
+def require_no_answers(speed: SpeedConfig, checkpoint: CheckpointConfig, on_policy: bool, weights: str | None = None) -> None:
+    """UserError where processes that share a target would each ask it for answers, or hold it rounded."""
     if not speed.shard_target:
         return
+    if weights is not None:
+        raise UserError(
+            f"speed.shard_target is true and target.weights is {weights}, but rounded weights cannot be shared out; set one of them to false or null."
+        )
     if on_policy:
         raise UserError(
             "speed.shard_target is true, but task is on_policy, where every process answers prompts of its own; set it to false, or train from stored chats."

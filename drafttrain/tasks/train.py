@@ -103,7 +103,7 @@ def train(
     sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed, on_policy, lora)
     _check_trainer(trainer)
     require_whole_matrices(optimizer, trainer.get("strategy"))
-    require_no_answers(speed, checkpoint, on_policy is not None)
+    require_no_answers(speed, checkpoint, on_policy is not None, target.weights)
     require_sharers(speed, topology)
     lora.require_start(checkpoint.start)
     say = print if topology.rank == 0 else _say_nothing

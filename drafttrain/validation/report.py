@@ -224,13 +224,14 @@ def provenance(r: Mapping) -> list[list[str]]:
     h, target = r["hardware"], r["target"]
     gpu = f"{h['gpu']} (CUDA {h['cuda']}), " if "gpu" in h else ""
     speed = f"{h['gflops_2048_fp32']:.0f} GFLOP/s in a 2048³ fp32 product"
+    rounded = f", matrices in {target['weights']}" if target.get("weights") else ""
     versions = {"python": h["python"], "torch": h["torch"]} | r["versions"]
     return [
         ["command", f"`{r['command']}`" if r.get("command") else ""],
         ["commit", r.get("commit") or "not a checkout"],
         ["machine", f"{gpu}{h['cpu']}, {h['cores']} cores, {h['threads']} threads; {speed}"],
         ["versions", ", ".join(f"{name} {version}" for name, version in versions.items())],
-        ["target", f"{target['path']} (revision {target['revision'] or 'none'}), {target['dtype']}"],
+        ["target", f"{target['path']} (revision {target['revision'] or 'none'}), {target['dtype']}{rounded}"],
     ]
 
 

@@ -4,6 +4,7 @@ Reads the token store of the recipe's run and times, without a trainer, each way
 the drafter compiled; both; and beside each other, the target reading the next row while the drafter learns from this one (overlap: then `read` is how
 long the drafter waited for it). Prints milliseconds of each part, tokens/s, the ratio to the first line, peak memory, and how long the first step took.
 
+    --target.weights int8    # (or fp8) with --shape too: what rounded weights take and cost
     --shape qwen3-8b     # no store and no weights: random rows, and a random target of this shape (tests/recipe_targets.py)
     --seconds 300        # no variant begins later; one that fails is named, and the next one begins
     --profile FILE       # adds a table of the slowest kernels of each variant
@@ -16,8 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import race_worker  # puts tests/ on the path
 import torch
-from race_worker import REAL, packed_row, random_target
+from draft_pass import bare, random_target
+from recipe_targets import REAL
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from drafttrain import vocab
 from drafttrain.cli import pairs
@@ -25,8 +29,10 @@ from drafttrain.data.packing import RowPlan, read_chats
 from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import MicroBatch, Share, WindowStream, window_counts
 from drafttrain.recipe import Recipe, load_recipe
+from drafttrain.target.fuse import fuse_norms
 from drafttrain.target.load import load_target
-from drafttrain.target.target import Target
+from drafttrain.target.precision import round_weights
+from drafttrain.target.target import ATTENTION, Target, hf_attention
 from drafttrain.tasks.speed import GraphedRead, ReadAhead, make_score
 from drafttrain.tasks.teacher import TargetTeacher, plainly
 from drafttrain.types import Sequences
@@ -68,7 +74,7 @@ class Work:
     def __init__(self, recipe: Recipe, store: Path, shape: str | None, device: torch.device):
         self.recipe, self.device = recipe, device
         if shape is not None:
-            self.target: Target = random_target(REAL[shape](), device, getattr(torch, recipe.target.dtype), shape)
+            self.target: Target = self._random_target(shape)
             size: Any = recipe.drafter.draft_vocab
             self.vocabulary = (
                 DraftVocabulary.full(self.target.vocab)
@@ -83,6 +89,18 @@ class Work:
         self.vocabulary = vocab.choose(supervised_V, recipe.drafter.draft_vocab, other_V, 0.0, self.target.end_ids)
         chats = read_chats(opened, min(recipe.data.length, self.target.max_positions))
         self.rows = opened, RowPlan(chats, recipe.data.length, 0)
+
+    def _random_target(self, shape: str) -> Target:
+        config, dtype, weights = REAL[shape](), getattr(torch, self.recipe.target.dtype), self.recipe.target.weights
+        if weights is None:
+            return random_target(config, self.device, dtype, shape)
+        AttentionInterface.register(ATTENTION, hf_attention)
+        with self.device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.set_attn_implementation(ATTENTION)
+        round_weights(model, weights, self.device)
+        fuse_norms(model)
+        return bare(model, shape)
 
     def net(self) -> Any:
         torch.manual_seed(0)
@@ -106,7 +124,7 @@ class Work:
 
     def _random(self, net: Any, counts: Any, first: int) -> MicroBatch:
         data, words = self.recipe.data, min(len(self.vocabulary.ids), *net.unsaid or (self.target.vocab,))
-        rows = [packed_row(data.length, words, first + number) for number in range(data.rows)]
+        rows = [race_worker.packed_row(data.length, words, first + number) for number in range(data.rows)]
         sequences = Sequences(*(torch.cat([getattr(row, name) for row in rows]) for name in Sequences.__dataclass_fields__))
         layout = net.layout(sequences, numbers=[(0, first + number) for number in range(data.rows)])
         return MicroBatch(sequences, None, layout, 0, True, window_counts([sequences], [layout], counts))

@@ -1,0 +1,38 @@
+"""The frozen target's matrices in fewer bits than they came in, by torchao: half the memory of bfloat16, and another target.
+
+    W ~ s_r Q_r,  a scale for each row r (output);  int8: Q = round(W / s), fp8: Q in float8_e4m3fn
+
+Products are computed in the target's own type. Only linear layers are rounded: embedding and head, which drafters begin from and objectives read, stay as
+they are, and so do the experts of a mixture, which are no linear layers. What the target says changes a little, so its identity does too: the revision
+of the weights is followed by what they were rounded to.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from drafttrain.errors import UserError
+
+
+def round_weights(model: Any, weights: str, device: str | torch.device) -> None:
+    """Rounds the matrices of the layers to int8 or fp8, one by one, and moves each to the device as it is done. UserError without torchao."""
+    try:
+        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+    except ImportError:
+        raise UserError(
+            f"target.weights is {weights}, but torchao, which rounds them, is not installed; run `pip install torchao`, or set it to null."
+        ) from None
+    head = model.get_output_embeddings()
+    config = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[weights]()
+    quantize_(model, config, filter_fn=lambda module, name: type(module) is nn.Linear and module is not head, device=device)
+
+
+def revision_of(revision: str, weights: str | None) -> str:
+    """What an identity says of weights: where they come from, and what they were rounded to."""
+    return revision if weights is None else f"{revision}+{weights}"
+
+
+def rounded_to(revision: str) -> str | None:
+    """What the weights of an identity's revision were rounded to; None for those as they came."""
+    return revision.rpartition("+")[2] if "+" in revision else None

@@ -1,0 +1,105 @@
+"""A target with rounded matrices: as exact as its bits allow, another target to everything made with it, and never rounded where it may not be."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from recipe_targets import ROOT
+from tasks.test_speed import TAPS, packed
+from tiny_run import logged, make_run, start
+from torch import nn
+
+from drafttrain.errors import UserError
+from drafttrain.export.card import _precision
+from drafttrain.recipe import load_recipe
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
+from drafttrain.target.precision import revision_of, rounded_to
+from drafttrain.tasks.checkpoint_config import CheckpointConfig
+from drafttrain.tasks.shared_target import require_no_answers
+from drafttrain.tasks.speed_config import SpeedConfig
+
+HALF_A_STEP = {"int8": 0.5 / 127, "fp8": 2**-4}
+"""Largest error of an entry: of the row's largest magnitude, or of its own (3 bits behind the leading one)."""
+
+
+def rounded(folder: Path, weights: str, dtype: str = "float32"):
+    pytest.importorskip("torchao")
+    return load_target(TargetConfig(path=str(folder), weights=weights, dtype=dtype), device="cpu")
+
+
+def matrices(target) -> dict[str, nn.Linear]:
+    return {name: module for name, module in target.body.layers.named_modules() if type(module) is nn.Linear}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", HALF_A_STEP)
+def test_every_matrix_of_the_layers_is_rounded_to_a_byte_a_number(target_folders, weights, dtype):
+    folder = target_folders("llama")
+    plain, found = load_target(TargetConfig(path=str(folder), dtype=dtype), device="cpu"), rounded(folder, weights, dtype)
+    pairs = [(module.weight.float(), matrices(found)[name].weight) for name, module in matrices(plain).items()]
+    assert len(pairs) == 7 * plain.layers
+    for whole, stored in pairs:
+        assert stored.qdata.element_size() == 1
+        error = (stored.dequantize().float() - whole).abs()
+        allowed = HALF_A_STEP[weights] * (whole.abs().amax(1, keepdim=True) if weights == "int8" else whole.abs())
+        bfloat16 = 2**-8 * whole.abs() if dtype == "bfloat16" else 0  # of the scales, and of the product
+        assert error.max() > 0 and (error <= 1.02 * allowed + 2 * bfloat16 + 1e-3 * whole.abs().amax(1, keepdim=True)).all()
+    assert torch.equal(found.head_weight, plain.head_weight) and torch.equal(found.embedding_weight, plain.embedding_weight)
+    assert found.dtype == plain.dtype
+
+
+@pytest.mark.parametrize("weights", HALF_A_STEP)
+def test_features_are_those_of_a_plain_target_with_the_rounded_numbers(target_folders, weights):
+    folder = target_folders("llama")
+    plain, found = load_target(TargetConfig(path=str(folder)), device="cpu"), rounded(folder, weights)
+    with torch.no_grad():
+        for name, module in matrices(plain).items():
+            module.weight.copy_(matrices(found)[name].weight.dequantize())
+    sequences = packed(0)
+    wanted, got = plain.read_packed(sequences, TAPS), found.read_packed(sequences, TAPS)
+    torch.testing.assert_close(got.taps_BTAD, wanted.taps_BTAD, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(got.final_BTD, wanted.final_BTD, rtol=1e-3, atol=1e-3)
+
+
+def test_it_trains_and_refuses_what_was_made_with_the_target_as_it_came(tmp_path, tiny_llama, target_folders):
+    folder = target_folders("llama")
+    target = rounded(folder, "int8")
+    assert target.identity == replace(tiny_llama.identity, revision=f"{tiny_llama.identity.revision}+int8")
+    other, own = make_run(tmp_path / "other", tiny_llama), make_run(tmp_path / "own", target)
+    with pytest.raises(UserError, match=r"the revision of the target's weights \(\w+ there, \w+\+int8 in the recipe\)"):
+        start(other, folder, target={"weights": "int8"})
+    with pytest.raises(UserError, match=r"the revision of the target's weights \(\w+\+int8 there, \w+ in the recipe\)"):
+        start(own, folder)
+    start(own, folder, target={"weights": "int8"})
+    start(other, folder)
+    losses, plain = logged(own), logged(other)
+    assert len(losses) == 4 and losses == pytest.approx(plain, rel=0.1) and losses != plain
+
+
+def test_an_identity_and_a_card_say_what_weights_were_rounded_to():
+    assert (revision_of("ab12", None), revision_of("ab12", "fp8")) == ("ab12", "ab12+fp8")
+    assert (rounded_to("ab12"), rounded_to("ab12+fp8")) == (None, "fp8")
+    assert _precision({"revision": "ab12"}) == "" and "rounded to int8" in _precision({"revision": "ab12+int8"})
+
+
+def test_without_the_library_one_sentence_says_what_to_install(target_folders, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(UserError, match="target.weights is int8, but torchao, .* is not installed; run `pip install torchao`"):
+        load_target(TargetConfig(path=str(target_folders("llama")), weights="int8"), device="cpu")
+
+
+def test_who_else_cannot_round_says_so(tmp_path):
+    with pytest.raises(UserError, match="target.weights is 'int4', but must be int8 or fp8, or null"):
+        TargetConfig(path="x", weights="int4")
+    served = {"class_path": "OpenAIServer", "init_args": {"urls": ["http://host:8000/v1"]}}
+    recipe = yaml.safe_load((ROOT / "recipes/smollm2-135m/eagle3.yaml").read_text())
+    (tmp_path / "served.yaml").write_text(yaml.safe_dump(recipe | {"prepare": recipe["prepare"] | {"engine": served}}))
+    load_recipe([tmp_path / "served.yaml"])
+    with pytest.raises(UserError, match="target.weights is fp8, but prepare.engine is a server"):
+        load_recipe([tmp_path / "served.yaml"], [("target.weights", "fp8")])
+    with pytest.raises(UserError, match="speed.shard_target is true and target.weights is int8"):
+        require_no_answers(SpeedConfig(shard_target=True), CheckpointConfig(tau_prompts=0), False, "int8")
