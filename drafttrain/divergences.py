@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, smooth_l1_loss
+from torch.nn.functional import binary_cross_entropy_with_logits, nll_loss, smooth_l1_loss
 
 from drafttrain.errors import UserError
 from drafttrain.types import Selector
@@ -44,23 +44,6 @@ class Teacher(Protocol):
 
     def log_mass(self, final_ND: Tensor, logits_NV: Tensor) -> Tensor:
         """log c: what the target's probabilities of the draft vocabulary sum to [N], given their logits; 0 where it is full."""
-
-
-class _Picked(torch.autograd.Function):
-    """The number at one column of each row [N]. As a gather, whose gradient, though, is compared column by column: in a compiled step it then is a part of
-    the kernel that writes the gradient of the logits, where that of a gather is a table [N, V] in fp32 of its own, filled and read again."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, label_N: Tensor) -> Tensor:
-        ctx.save_for_backward(label_N)
-        ctx.words = logits_NV.shape[1]
-        return logits_NV.gather(1, label_N[:, None])[:, 0]
-
-    @staticmethod
-    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor, None]:
-        (label_N,) = ctx.saved_tensors
-        column_V = torch.arange(ctx.words, device=label_N.device)
-        return torch.where(column_V == label_N[:, None], grad_N[:, None], 0.0), None
 
 
 class Taught:
@@ -129,7 +112,9 @@ class Scored:
 
     @computed_once
     def log_q_label_N(self) -> Tensor:
-        return _Picked.apply(self.logits_NV, self.label_N) - self.log_sum_N
+        # Minus the label's logit, as a loss and not as a gather: in a compiled step its gradient is a part of the kernel that writes that of the logits,
+        # where a gather's is a table [N, V] in fp32 of its own, filled and read again.
+        return -nll_loss(self.logits_NV, self.label_N, reduction="none") - self.log_sum_N
 
     @computed_once
     def log_not_q_label_N(self) -> Tensor:
