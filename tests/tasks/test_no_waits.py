@@ -124,13 +124,15 @@ ON_GPU = {
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("speed", [{}, FAST, FAST | {"overlap_target": True}], ids=["plain", "graph", "overlap"])
+@pytest.mark.parametrize("muon_lr", [None, 1e-3], ids=["adamw", "muon"])
 @pytest.mark.parametrize("name", ON_GPU)
-def test_the_host_never_waits_between_two_logged_steps(tmp_path, name, speed):
+def test_the_host_never_waits_between_two_logged_steps(tmp_path, name, muon_lr, speed):
     drafter, objective = ON_GPU[name]
     folder = wide_heads(tmp_path / "target")
     run = make_run(tmp_path / "run", load_target(TargetConfig(path=str(folder)), device="cpu"))
     forbidden = ForbiddenBetweenLogs(steps=9)
     trainer = {"max_steps": 9, "log_every_n_steps": 9, "accumulate_grad_batches": 2, "precision": "bf16-mixed"}
-    trainer["callbacks"] = [forbidden]
-    start(run, folder, read_topology(), drafter=drafter, objective=objective, trainer=trainer, speed=speed)
+    trainer |= {"gradient_clip_val": 1.0, "callbacks": [forbidden]}
+    changes = {"trainer": trainer, "speed": speed, "optimizer": {"muon_lr": muon_lr}}
+    start(run, folder, read_topology(), drafter=drafter, objective=objective, **changes)
     assert forbidden.seen == 12 and list(logged(run)) == [9]
