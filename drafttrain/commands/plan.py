@@ -41,6 +41,7 @@ from drafttrain.recipe import Recipe
 from drafttrain.run import Run, dump_yaml
 from drafttrain.target.hub import only_cached
 from drafttrain.target.load import locate, reason
+from drafttrain.target.precision import bytes_of
 from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_start import drafts_of
 from drafttrain.tasks.optimizer import require_whole_matrices, token_sides, turned_by_muon
@@ -226,7 +227,8 @@ def _device(
     stage = _zero_stage(recipe.trainer.get("strategy"))
     size = 2 if recipe.target.dtype == "bfloat16" else 4
     # What is kept, its bytes, and from which ZeRO stage on it is divided among the processes (there is no stage 4).
-    parts = [("target", _size(target.model) * size, 3), ("drafter", _size(learner) * 4, 3)]
+    shards = topology.world if recipe.speed.shard_target else 1
+    parts = [("target", bytes_of(target.model, size, recipe.target.weights, shards), 3), ("drafter", _size(learner) * 4, 3)]
     parts += [("gradients", _trained(learner) * 4, 2), (*_optimizer(recipe, learner), 1)]
     if not net.words and not net.vocabulary.is_full:
         parts.append(("head for the draft vocabulary", len(net.vocabulary.ids) * target.hidden * size, 4))

@@ -64,6 +64,8 @@ def _notes(recipe: Recipe) -> str:
         found.append("speed.compile holds less, often a third")
     if uses_deepspeed(recipe.trainer.get("strategy")):
         found.append("DeepSpeed divides what stays and adds its buckets")
+    if recipe.target.weights is not None:
+        found.append(f"target.weights {recipe.target.weights} holds less of the target, a byte for each number of its layers")
     if recipe.speed.shard_target:
         found.append("speed.shard_target divides the target")
     return "".join(f"; {note}" for note in found)

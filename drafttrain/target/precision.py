@@ -28,6 +28,16 @@ def round_weights(model: Any, weights: str, device: str | torch.device) -> None:
     quantize_(model, config, filter_fn=lambda module, name: type(module) is nn.Linear and module is not head, device=device)
 
 
+def bytes_of(model: Any, size: int, weights: str | None, shards: int) -> int:
+    """The most that each of `shards` processes holds of a model whose numbers take `size` bytes, with the matrices of its layers rounded or not; experts
+    count whole."""
+    head = model.get_output_embeddings()
+    matrices = [module.weight for module in model.modules() if type(module) is nn.Linear and module is not head]
+    entries, rows = sum(weight.numel() for weight in matrices), sum(len(weight) for weight in matrices)
+    others = sum(weight.numel() for weight in model.parameters()) - entries
+    return others * size + (entries * size if weights is None else entries + rows * size) // shards
+
+
 def revision_of(revision: str, weights: str | None) -> str:
     """What an identity says of weights: where they come from, and what they were rounded to."""
     return revision if weights is None else f"{revision}+{weights}"

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from planning import EAGLE3, line, planner
 from recipe_targets import ROOT
 from tasks.test_speed import TAPS, packed
 from tiny_run import logged, make_run, start
@@ -14,10 +15,11 @@ from torch import nn
 
 from drafttrain.errors import UserError
 from drafttrain.export.card import _precision
+from drafttrain.files import human_bytes
 from drafttrain.recipe import load_recipe
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
-from drafttrain.target.precision import revision_of, rounded_to
+from drafttrain.target.precision import bytes_of, revision_of, rounded_to
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.shared_target import require_no_answers
 from drafttrain.tasks.speed_config import SpeedConfig
@@ -103,3 +105,22 @@ def test_who_else_cannot_round_says_so(tmp_path):
         load_recipe([tmp_path / "served.yaml"], [("target.weights", "fp8")])
     with pytest.raises(UserError, match="speed.shard_target is true and target.weights is int8"):
         require_no_answers(SpeedConfig(shard_target=True), CheckpointConfig(tau_prompts=0), False, "int8")
+
+
+def test_plan_counts_the_bytes_that_loading_leaves(tmp_path, target_folders, tiny_llama, capsys):
+    folder = target_folders("llama")
+    planned, sections = planner(tmp_path, folder, capsys), {"target": {"weights": "int8"}}
+    stored = {name: module.weight for name, module in matrices(rounded(folder, "int8")).items()}
+    others = {weight.data_ptr(): weight.nbytes for weight in tiny_llama.model.parameters()}
+    others = sum(others.values()) - sum(module.weight.nbytes for module in matrices(tiny_llama).values())
+    held = others + sum(weight.qdata.nbytes + weight.scale.nbytes for weight in stored.values())
+    _, lines = planned(EAGLE3, **sections)
+    assert f"each process: target {human_bytes(held)} + drafter" in line(lines, "device (cpu)")
+    assert "target.weights int8 holds less of the target" in line(lines, "memory of a step")
+
+
+def test_shared_matrices_are_counted_by_their_part(tiny_llama):
+    matrix_bytes = sum(module.weight.nbytes for module in matrices(tiny_llama).values())
+    whole = bytes_of(tiny_llama.model, 4, None, 1)
+    assert whole == sum(weight.nbytes for weight in tiny_llama.model.parameters())
+    assert bytes_of(tiny_llama.model, 4, None, 2) == whole - matrix_bytes // 2
