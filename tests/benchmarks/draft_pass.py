@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from recipe_targets import REAL, ROOT, shrunken
+from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 from drafttrain.decoding.engine import Engine
@@ -70,6 +71,15 @@ def random_target(config: PretrainedConfig, device: torch.device, dtype: torch.d
         fuse_norms(model)
         merge_projections(model)
     return bare(model, name)
+
+
+def headed_target(config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> Target:
+    """Embedding and head with random weights; the layers stay outlines."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        module.weight = nn.Parameter(torch.empty(module.weight.shape, device=device, dtype=dtype).normal_(std=0.02))
+    return bare(model, "embedding and head")
 
 
 def bare(model: Any, name: str) -> Target:

@@ -20,8 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
-from block_memory import headed_target  # noqa: E402
-from draft_pass import random_target, recipe_of  # noqa: E402
+from draft_pass import headed_target, random_target, recipe_of  # noqa: E402
 from flops import drafter_products, matrix_rate, target_products  # noqa: E402
 from recipe_targets import REAL, shrunken  # noqa: E402
 from torch import Tensor  # noqa: E402

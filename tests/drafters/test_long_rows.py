@@ -1,15 +1,21 @@
 """What long rows need, against the plain way: attention that holds no scores, and layers or steps computed again in the backward pass."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from drafters.test_dflash import wide_heads
 from drafters.test_faces import DRAFTERS, net_for
 from tasks.test_speed import packed
 
 from drafttrain.divergences import SoftCrossEntropy
 from drafttrain.layouts import chain_layout
 from drafttrain.losses import Distillation
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
 from drafttrain.tasks.speed import make_score
 from drafttrain.tasks.teacher import TargetTeacher
+from drafttrain.vocab import DraftVocabulary
 
 READ_TEXT = [name for name in DRAFTERS if name.startswith(("eagle", "hass", "p-eagle", "independent"))]
 IN_PIECES = [*READ_TEXT, *(name for name in DRAFTERS if name.startswith(("dflash", "dspark")))]
@@ -46,7 +52,7 @@ def gradients(net, target, sequences, features, compile=False):
     if hasattr(net, "widths"):
         layout = net.layout(sequences, numbers=[(0, 0), (0, 1)])
     net.zero_grad()
-    terms, _ = score(sequences, features, layout)
+    terms, _ = score(sequences.to(target.device), features, layout.to(target.device))
     loss = torch.stack([term.sum / term.count for term in terms.values()]).sum()
     loss.backward()
     return {"loss": loss.detach()} | {name: w.grad.clone() for name, w in net.named_parameters() if w.grad is not None}
@@ -85,3 +91,29 @@ def test_compiled_steps_compute_again_as_well(tiny_llama, name):
     found = gradients(net, tiny_llama, sequences, features, compile=True)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "name", ["eagle3", "eagle3 window", "eagle3 window shorter than a draft", "hass", "p-eagle", "independent"]
+)
+@pytest.mark.parametrize("compile", [False, True])
+def test_gradients_of_rows_without_scores_on_a_gpu(tmp_path, name, compile):
+    """The kernel's gradients, its logarithm's among them, have no other oracle. Differences by the norm of each weight's gradient."""
+    target = load_target(TargetConfig(path=str(wide_heads(tmp_path)), dtype="float32"), device="cuda")
+    config = DRAFTERS[name]
+    config = replace(config, head_dim=16) if hasattr(config, "head_dim") else config
+    torch.manual_seed(0)
+    net, sequences = config.build(target, DraftVocabulary(torch.arange(0, 320, 2), target.vocab)), packed(5, length=300)
+    net.speaks_V = net.vocabulary.t2d  # layouts are made on the CPU
+    found = []
+    for fused in (False, True):
+        torch._dynamo.reset()
+        target.fused_rows = net.fused_rows = fused
+        features = target.read_packed(sequences.to("cuda"), net.needs.taps)
+        found.append({"features": features.final_BTD[sequences.document_BT.cuda() >= 0]})
+        found[-1] |= gradients(net, target, sequences, features, compile=fused and compile)
+    dense, kernel = found
+    for key, value in dense.items():
+        assert float((kernel[key] - value).norm()) <= 2e-3 * float(value.norm()), key
