@@ -20,6 +20,8 @@ from drafttrain.types import Layout, Sequences
 
 LOOKED_AT = 32
 """Micro-batches of the store, of which the one with most elements counts."""
+LONG = 8192
+"""Tokens of a row from which on a mask of all pairs is worth a word."""
 PRECISIONS = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "None": "32-true"}
 """Shorter words for trainer.precision."""
 STAYS = (TARGET, DRAFTER, GRADIENTS, OPTIMIZER, OTHERS)
@@ -62,6 +64,8 @@ def _notes(recipe: Recipe) -> str:
     found = []
     if recipe.speed.compile:
         found.append("speed.compile holds less, often a third")
+    if recipe.data.length >= LONG and not recipe.speed.fused_rows:
+        found.append("speed.fused_rows holds no scores of such long rows")
     if uses_deepspeed(recipe.trainer.get("strategy")):
         found.append("DeepSpeed divides what stays and adds its buckets")
     if recipe.target.weights is not None:

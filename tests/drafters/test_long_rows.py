@@ -9,6 +9,8 @@ from drafters.test_faces import DRAFTERS, net_for
 from tasks.test_speed import packed
 
 from drafttrain.divergences import SoftCrossEntropy
+from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout
 from drafttrain.losses import Distillation
 from drafttrain.target.config import TargetConfig
@@ -91,6 +93,11 @@ def test_compiled_steps_compute_again_as_well(tiny_llama, name):
     found = gradients(net, tiny_llama, sequences, features, compile=True)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_a_window_of_nothing_is_refused():
+    with pytest.raises(UserError, match="drafter.init_args.window is 0, but must be at least 1, or null"):
+        Eagle3(window=0)
 
 
 @pytest.mark.gpu

@@ -88,7 +88,10 @@ class Reference:
         self.keys.append(self.rotate(k, position))
         self.values.append(v)
         keys, values = (torch.stack(list_).repeat_interleave(h // kv, dim=1) for list_ in (self.keys, self.values))
-        weight = torch.softmax(torch.einsum("hd,thd->ht", self.rotate(q, position), keys) * d**-0.5, dim=-1)
+        score = torch.einsum("hd,thd->ht", self.rotate(q, position), keys) * d**-0.5
+        if self.config.get("layer_types") == ["sliding_attention"]:  # FlashAttention looks so far back, and at the row itself
+            score[:, : max(len(keys) - 1 - (self.config["sliding_window"] - 1), 0)] = -torch.inf
+        weight = torch.softmax(score, dim=-1)
         x = residual_H + self.linear(f"{prefix}.self_attn.o_proj", torch.einsum("ht,thd->hd", weight, values).reshape(-1))
         y = self.norm(f"{prefix}.post_attention_layernorm", x)
         gate, up = (self.linear(f"{prefix}.mlp.{n}_proj", y) for n in ("gate", "up"))

@@ -72,6 +72,7 @@ V31 = {"fc_norm": True, "norm_output": True}
     [
         ((0, 1, 3), 60, {}), ((2,), None, {}), ((0, 1, 2, 3), 319, {}), ((0, 1, 3), 60, V31), ((1, 2), None, {"fc_norm": True}),
         ((1, 2), 60, {"norm_output": True}), ((0, 1, 3), 60, {"head_rank": 7}), ((0, 1, 3), None, {"head_rank": 3} | V31),
+        ((0, 1, 3), 60, {"window": 5}), ((1, 2), None, {"window": 2}),
     ],
 )  # fmt: skip
 @torch.no_grad()
@@ -84,7 +85,7 @@ def test_an_engine_computes_the_logits_of_the_training_forward_and_of_the_decodi
     sequences = text(net)
     ids, anchor = sequences.ids_BT[0], PROMPT
     reference = ReferenceEagle3(tmp_path / "export", tiny_llama.embedding_weight)
-    assert reference.vllm_layers() == reference.sglang_layers()
+    assert reference.vllm_layers() == reference.sglang_layers()  # though of a window SGLang knows nothing
     taps_TAD = hf_hidden_states(tiny_llama, sequences.ids_BT, reference.vllm_layers())[:anchor]
     wanted = reference.draft(ids[: anchor + 1].tolist(), taps_TAD, ids[anchor + 1 : anchor + DRAFTS].tolist())
 
@@ -124,12 +125,15 @@ def decoding_logits(net, ids, taps_TAD, anchor) -> torch.Tensor:
         "layers_off_by_one",
         "other_feedback",
         "no_fc_norm",
+        "window_one_longer",
+        "window_ignored",
     ],
 )
 @torch.no_grad()
 def test_the_comparison_above_notices_each_known_mistake(tiny_llama, tmp_path, mutation):
     """The reference is bent in one place each time; if it still agreed, the parity test would prove nothing."""
-    net = make_net(tiny_llama, **(V31 if mutation in ("other_feedback", "no_fc_norm") else {}))
+    slides = {"window": 5} if mutation.startswith("window") else {}
+    net = make_net(tiny_llama, **(V31 if mutation in ("other_feedback", "no_fc_norm") else slides))
     export_drafter(net, tiny_llama, tmp_path / "export", FLOAT32, None)
     sequences = text(net)
     ids = sequences.ids_BT[0].tolist()
@@ -153,6 +157,10 @@ def test_the_comparison_above_notices_each_known_mistake(tiny_llama, tmp_path, m
         bent_taps = hf_hidden_states(tiny_llama, sequences.ids_BT, [k - 1 for k in layers])[:PROMPT]
     if mutation in ("other_feedback", "no_fc_norm"):
         bent.config["norm_output" if mutation == "other_feedback" else "fc_norm"] = False
+    if mutation == "window_one_longer":
+        bent.config["sliding_window"] += 1
+    if mutation == "window_ignored":
+        bent.config["layer_types"] = ["full_attention"]
     wanted = reference.draft(ids[: PROMPT + 1], taps, ids[PROMPT + 1 : PROMPT + DRAFTS])
     got = bent.draft(ids[: PROMPT + 1], bent_taps, ids[PROMPT + 1 : PROMPT + DRAFTS])
     assert not torch.allclose(wanted, got, rtol=0, atol=1e-2)
