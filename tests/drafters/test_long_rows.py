@@ -7,6 +7,7 @@ import torch
 from drafters.test_dflash import wide_heads
 from drafters.test_faces import DRAFTERS, net_for
 from tasks.test_speed import packed
+from tiny_run import logged, make_run, start
 
 from drafttrain.divergences import SoftCrossEntropy
 from drafttrain.drafters.eagle3 import Eagle3
@@ -93,6 +94,14 @@ def test_compiled_steps_compute_again_as_well(tiny_llama, name):
     found = gradients(net, tiny_llama, sequences, features, compile=True)
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_a_training_that_computes_again_logs_the_same_losses(tmp_path, tiny_llama, target_folders):
+    runs = {flag: make_run(tmp_path / str(flag), tiny_llama) for flag in (False, True)}
+    trainer = {"max_steps": 3, "precision": "bf16-mixed"}
+    for flag, run in runs.items():
+        start(run, target_folders("llama"), trainer=trainer, speed={"checkpoint_activations": flag, "fused_rows": flag})
+    assert logged(runs[True]) == logged(runs[False])
 
 
 def test_a_window_of_nothing_is_refused():
