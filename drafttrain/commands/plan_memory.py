@@ -35,7 +35,6 @@ def step_of(recipe: Recipe, target: Target, net: DrafterNet, world: int = 1) -> 
     return Step(
         target, getattr(torch, recipe.target.dtype), recipe.drafter, net.vocabulary, recipe.objective, recipe.optimizer, recipe.speed,
         online=recipe.data.features == "online", feature_dtype=recipe.data.feature_dtype, precision=precision,
-        one_kernel=not (trainer.get("gradient_clip_val") and "mixed" in precision),
         accumulate=trainer.get("accumulate_grad_batches", 1), world=1 if uses_deepspeed(trainer.get("strategy")) else world,
     )  # fmt: skip
 

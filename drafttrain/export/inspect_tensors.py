@@ -115,6 +115,9 @@ def check_map(reading: Reading, rows: int | None, vocab: int | None, always: boo
         )
     if listed is not None and _whole_numbers(reading, "token_map", listed):
         _check_ids(reading, "token_map", listed.long(), rows, vocab, ascending=False)
+        reading.complain(
+            'token_map is there, at which vLLM 0.26 stops ("not initialized from checkpoint"); it loads Medusa heads of a full vocabulary only.'
+        )
     if d2t is not None and marked is not None and d2t.dim() == 1 and not d2t.is_floating_point():
         _check_marks(reading, torch.arange(len(d2t)) + d2t.long(), marked, vocab)
 

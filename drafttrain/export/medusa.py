@@ -8,8 +8,9 @@ which is what our heads compute: their first layer adds to c itself, since a Med
 - Any key of config.json with "num" and "heads" in it becomes `num_heads`, any with "num" and "layers" `num_hidden_layers`, the last one
   winning: so nothing of the target's configuration is shipped.
 - A head shared by all (`original_lm_head`) is a tensor of the file, not the target's: the rows of the target's head that are said.
-- A reduced vocabulary is `truncated_vocab_size` and `token_map` (the target ids). With a head for each depth vLLM still makes
-  matrices of the full vocabulary, and the rows of a reduced one do not fit: such a drafter is refused.
+- A reduced vocabulary would be `truncated_vocab_size` and `token_map` (the target ids). vLLM 0.26 reads them, makes a parameter of the map, and then
+  stops, since its count of what was loaded lacks that parameter ("not initialized from checkpoint: {'token_map'}", seen there): such a drafter is
+  refused. Folders that have a map are still read here.
 - Drafts are the first choices, one for each head; a cap or a scale of the target's logits changes none of them and is left out.
 
 Letters: H width, K heads, V target vocabulary, Vd draft vocabulary.
@@ -46,10 +47,10 @@ class MedusaFormat(Format):
     engines = (Engine("vllm", "up to 0.26: Medusa was removed later", "medusa"),)
 
     def refusal(self, net: DrafterNet, target: Target) -> str | None:
-        if net.config.own_heads and not net.vocabulary.is_full:
+        if not net.vocabulary.is_full:
             return (
-                f"vLLM reads a head of its own for each depth with all {target.vocab:,} tokens only, and this drafter says "
-                f"{len(net.vocabulary.ids):,}; set export.format to native, or train with drafter.init_args.draft_vocab null or own_heads false"
+                f"vLLM loads Medusa heads that say all {target.vocab:,} tokens only, since it stops at a token_map, and this drafter says "
+                f"{len(net.vocabulary.ids):,}; set export.format to native, or train with drafter.init_args.draft_vocab null"
             )
         return None if net.config.own_heads else head_refusal(target)
 
@@ -77,8 +78,6 @@ class MedusaFormat(Format):
             tensors |= {f"lm_heads.{h}.weight": part.contiguous() for h, part in enumerate(parts)}
         else:
             tensors["lm_head.weight"] = said_rows(target, vocabulary)
-        if not vocabulary.is_full:
-            tensors["token_map"] = vocabulary.ids.cpu()
         return Written(fields, tensors)
 
     def table(self, config: dict[str, Any], where: str) -> Table:

@@ -9,6 +9,7 @@ features, and what teaches, are those that the rollouts recorded.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -41,7 +42,8 @@ class OnPolicyTask(DistillTask):
         folder: Path,
     ):
         """`build`: makes a fresh net of the same shape. `length`: tokens of a packed row. `folder`: where a checkpoint's rollouts are kept."""
-        super().__init__(setup)
+        # Every step has as many rows as its rollouts fill: the compiler would begin anew at each (ten steps in five minutes, seen with DFlash).
+        super().__init__(replace(setup, speed=replace(setup.speed, compile=False)))
         net, target = setup.net, setup.target
         copy = twin_of(net, build, dict(net.named_parameters()))
         plan, roller = RolloutPlan(config, setup.seed), Roller(target, copy, config, setup.seed)

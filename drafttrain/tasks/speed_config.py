@@ -8,7 +8,8 @@ class SpeedConfig:
     """Belongs to the machine, so the hardware recipes set it."""
 
     compile: bool = False
-    """Compile the drafter's forward pass and the objective into fused kernels (torch.compile). Takes a minute when training starts."""
+    """Compile the drafter's forward pass and the objective into fused kernels (torch.compile). Takes a minute when training starts.
+    Not used on policy, where every step has other sizes."""
     graph_target: bool = False
     """On a GPU, replay the target's forward pass as one CUDA graph; without a GPU it changes nothing."""
     overlap_target: bool = False

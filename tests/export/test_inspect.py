@@ -25,13 +25,18 @@ from drafttrain.export.export import export_drafter
 from drafttrain.export.inspect import inspect_folder
 from drafttrain.export.inspect_target import read_target
 from drafttrain.export.registry import FORMATS
+from drafttrain.vocab import DraftVocabulary
 from export.hub_standin import HubStandin, Repo
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def export(target, name, folder, asked=None):
-    export_drafter(net_for(target, DRAFTERS[name]), target, folder, ExportConfig(format=asked), None)
+    if name == "medusa":  # an engine loads it with a full vocabulary only
+        net = DRAFTERS[name].build(target, DraftVocabulary.full(target.vocab)).eval()
+    else:
+        net = net_for(target, DRAFTERS[name])
+    export_drafter(net, target, folder, ExportConfig(format=asked), None)
     return folder
 
 

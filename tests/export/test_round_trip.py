@@ -37,7 +37,8 @@ def why_not(name: str, asked: str, size: str, architecture: str) -> str | None:
         {
             ("eagle1", "vllm"): (reduced, "every token of the target"),
             ("hass", "vllm"): (True, "bias"),
-            ("medusa own heads", "vllm"): (reduced, "own_heads false"),
+            ("medusa", "vllm"): (reduced, "stops at a token_map"),
+            ("medusa own heads", "vllm"): (reduced, "stops at a token_map"),
             ("dflash", "sglang"): (reduced or scaled, "every token of the target" if reduced else "the raw ones"),
             ("dflash window", "sglang"): (True, "every token of the target" if reduced else "window of 7"),
             ("dflash", "speculators"): (scaled, "the raw ones"),
@@ -143,7 +144,7 @@ def test_half_precision_and_the_format_that_is_chosen_when_none_is_asked_for(tin
     told = [note for note in made["notes"] if "Not written for" in note]
     wanted = {
         "eagle3 window": "SGLang", "eagle3 window shorter than a draft": "SGLang",
-        "eagle1": "vLLM", "hass": "vLLM", "medusa own heads": "vLLM", "dflash": "SGLang", "dflash window": "SGLang", "dspark": "SGLang",
+        "eagle1": "vLLM", "hass": "vLLM", "medusa": "vLLM", "medusa own heads": "vLLM", "dflash": "SGLang", "dflash window": "SGLang", "dspark": "SGLang",
         "dflash2": "vLLM, SGLang and speculators", "dflash2 all rows": "vLLM, SGLang and speculators",
         "independent": "transformers, vLLM and SGLang", "independent qk-norm": "transformers, vLLM and SGLang",
     }  # fmt: skip

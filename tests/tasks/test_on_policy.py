@@ -78,6 +78,14 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, target, folder, form, told_
     assert all(torch.equal(value, weights(broken)[name]) for name, value in weights(whole).items())
 
 
+def test_steps_whose_sizes_differ_are_not_compiled(tmp_path, target, folder, monkeypatch, form):
+    def compiled(*_args, **_options):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    start(make_run(tmp_path / "run", target), folder, speed={"compile": True}, **form)
+
+
 def test_a_random_drafter_is_refused(tmp_path, target, folder):
     run = make_run(tmp_path / "run", target)
     with pytest.raises(UserError, match=r"checkpoint\.start is null.*on_policy\.from_random"):
