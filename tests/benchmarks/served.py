@@ -74,6 +74,9 @@ def table(args) -> None:
     print("| drafter | drafts | our tau | the engine's | ratio | answers as plain ones | as ours | tokens/s | plain | speed-up |")
     print("|" + " --- |" * 10)
     for name in args.names:
+        if not (args.folder / f"{name}.tokens.json").exists():
+            print(f"| {name} | " + " | " * 8 + "not served |")
+            continue
         mine, theirs = json.loads((args.folder / f"{name}.json").read_text()), _result(args.folder / f"{name}.txt")
         tokens = json.loads((args.folder / f"{name}.tokens.json").read_text())
         same = [sum(a == b for a, b in zip(tokens, other, strict=True)) for other in (said, mine["tokens"])]
