@@ -260,7 +260,7 @@ OURS = {
     "eagle of sglang": (Eagle(noise=0.0), "sglang"),
     "eagle with bias": (Eagle(bias=True, noise=0.0), "sglang"),
     "medusa": (Medusa(heads=3), "vllm"),
-    "medusa, few words": (Medusa(heads=3, draft_vocab=100), "vllm"),
+    "medusa, few words": (Medusa(heads=3, draft_vocab=100), "native"),
     "hydra": (Hydra(heads=3, prefix=True), "native"),
 }
 
