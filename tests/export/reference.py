@@ -196,9 +196,6 @@ class ReferenceMedusa(Reference):
                 self.config["num_heads"] = self.config.pop(key)
             elif "num" in key and "layers" in key:
                 self.config["num_hidden_layers"] = self.config.pop(key)
-        self.ids = torch.arange(self.config["vocab_size"])
-        if self.config["truncated_vocab_size"] < self.config["vocab_size"]:
-            self.ids = self.weight("token_map")
 
     def residual(self, x_H: torch.Tensor, head: int) -> torch.Tensor:
         for layer in range(self.config["num_hidden_layers"]):
@@ -212,8 +209,7 @@ class ReferenceMedusa(Reference):
         shared = self.config["original_lm_head"]
         rows = []
         for h in range(self.config["num_heads"]):
-            small = self.linear("lm_head" if shared else f"lm_heads.{h}", self.residual(final_H.float(), h))
-            rows.append(self.spread(small[: self.config["truncated_vocab_size"]], self.ids))
+            rows.append(self.linear("lm_head" if shared else f"lm_heads.{h}", self.residual(final_H.float(), h)))
         return torch.stack(rows)
 
 
