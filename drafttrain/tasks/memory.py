@@ -71,8 +71,6 @@ class Step:
     feature_dtype: str = "bfloat16"
     precision: str = "32-true"
     """As trainer.precision has it."""
-    one_kernel: bool = True
-    """Whether AdamW is one kernel, which needs no memory of its own."""
     accumulate: int = 1
     world: int = 1
     """Processes, of which each keeps a copy of its gradients to be added up (DDP)."""
@@ -146,10 +144,7 @@ def _train(
     step: Step, target: Target, net: DrafterNet, fake: FakeTensorMode, live: "LiveBytes", sequences: Sequences, layout: Layout
 ) -> None:
     """Two optimizer steps, in the order of the task and its trainer."""
-    optimizer = make_optimizer(step.optimizer, net, step.one_kernel, token_sides(net))
-    if not step.one_kernel:  # what torch does on a GPU where it is told nothing
-        for group in optimizer.param_groups:
-            group["foreach"] = True
+    optimizer = make_optimizer(step.optimizer, net, fused=True, tokens=token_sides(net))
     for weight in net.parameters():
         if weight.requires_grad:
             weight.register_post_accumulate_grad_hook(lambda weight: live.relabel(weight.grad, GRADIENTS))

@@ -38,7 +38,7 @@ CONFIGS = {
 def made(target, name, **changes):
     drafter, objective = CONFIGS[name]
     vocabulary = DraftVocabulary(torch.arange(0, 320, 2), 320)
-    step = Step(target, target.dtype, drafter, vocabulary, objective, one_kernel=False)
+    step = Step(target, target.dtype, drafter, vocabulary, objective)
     torch.manual_seed(0)
     net = drafter.build(target, vocabulary).train()
     sequences = packed(0, rows=4, length=256)
@@ -47,7 +47,7 @@ def made(target, name, **changes):
 
 def counted(step, net, sequences, layout):
     """The highest sum of what a CPU allocated in two real steps, above what was there, by the profiler's events."""
-    teacher, optimizer = TargetTeacher(step.target, net), make_optimizer(step.optimizer, net, False, token_sides(net))
+    teacher, optimizer = TargetTeacher(step.target, net), make_optimizer(step.optimizer, net, True, token_sides(net))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         for _ in range(2):
             features = step.target.read_packed(sequences, net.needs.taps)
