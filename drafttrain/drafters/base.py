@@ -23,6 +23,9 @@ from drafttrain.target.target import Target
 from drafttrain.types import Drafted, Features, Layout, Sequences
 from drafttrain.vocab import DraftVocabulary, Size
 
+WIDEST = (1 << 31) - 1
+"""Positions of a window at most: engines keep it in 32 bits."""
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -41,6 +44,13 @@ class DrafterConfig:
     def _check_taps(self, taps: list[int]) -> None:
         if list(taps) != sorted(set(taps)) or any(tap < 0 for tap in taps):
             raise UserError(f"drafter.init_args.taps is {list(taps)}, but must be distinct ascending 0-based layer numbers.")
+
+    def _check_window(self, window: int | None) -> None:
+        """Also of a published config.json, where it may be anything."""
+        if window is not None and (type(window) is not int or not 1 <= window <= WIDEST):
+            raise UserError(
+                f"drafter.init_args.window is {window!r}, but must be a number from 1 to {WIDEST:,}, or null to see all."
+            )
 
     def _check_vocabulary(self) -> None:
         size = self.draft_vocab

@@ -96,10 +96,11 @@ class _BlockDrafter(DrafterConfig):
     arXiv 2606.04446, there 0.9); null: none, as when drafts are served."""
 
     def __post_init__(self):
-        for name, least in (("block", self.least_block), ("layers", 1), ("anchors", 1), ("window", 1)):
+        for name, least in (("block", self.least_block), ("layers", 1), ("anchors", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"drafter.init_args.{name} is {value}, but must be at least {least}.")
+        self._check_window(self.window)
         if self.prefix_base is not None and not 0 < self.prefix_base <= 1:
             raise UserError(
                 f"drafter.init_args.prefix_base is {self.prefix_base}, but must be above 0 and at most 1, or null to show no tokens."

@@ -54,8 +54,7 @@ class Eagle3(DrafterConfig):
     def __post_init__(self):
         if self.depth < 1:
             raise UserError(f"drafter.init_args.depth is {self.depth}, but a drafter drafts at least 1 token.")
-        if self.window is not None and self.window < 1:
-            raise UserError(f"drafter.init_args.window is {self.window}, but must be at least 1, or null to see all.")
+        self._check_window(self.window)
         self._check_vocabulary()
         self._check_taps(self.taps)
         if self.head_rank is not None and self.head_rank < 1:

@@ -32,8 +32,8 @@ def _taps(value: Any) -> bool:
 
 
 Kind = tuple[Callable[[Any], bool], str]
-COUNT: Kind = (_count, f"a whole number from 1 to {MOST:,}")
-PLACE: Kind = (_place, f"a whole number from 0 to {MOST:,}")
+COUNT: Kind = (_count, f"a whole number from 1 to {MOST - 1:,}")
+PLACE: Kind = (_place, f"a whole number from 0 to {MOST - 1:,}")
 NUMBER: Kind = (_number, "a number above 0")
 OBJECT: Kind = (lambda value: isinstance(value, dict), "an object with keys")
 NAMES: Kind = (_names, "a list of names")

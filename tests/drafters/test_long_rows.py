@@ -10,6 +10,7 @@ from tasks.test_speed import packed
 from tiny_run import logged, make_run, start
 
 from drafttrain.divergences import SoftCrossEntropy
+from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.layouts import chain_layout
@@ -105,8 +106,14 @@ def test_a_training_that_computes_again_logs_the_same_losses(tmp_path, tiny_llam
 
 
 def test_a_window_of_nothing_is_refused():
-    with pytest.raises(UserError, match="drafter.init_args.window is 0, but must be at least 1, or null"):
-        Eagle3(window=0)
+    """Nor one that no engine could hold, nor what a config.json may have in its place."""
+    for window in (0, 1 << 31, True, "5"):
+        with pytest.raises(
+            UserError, match=f"drafter.init_args.window is {window!r}, but must be a number from 1 to 2,147,483,647, or null"
+        ):
+            Eagle3(window=window)
+        with pytest.raises(UserError, match="drafter.init_args.window is"):
+            DFlash(window=window)
 
 
 @pytest.mark.gpu

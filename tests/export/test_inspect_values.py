@@ -54,7 +54,7 @@ def test_no_value_of_any_key_is_an_error(tiny_llama, tmp_path, name, asked):
 @pytest.mark.parametrize(
     ("found", "sentence"),
     [
-        ({"vocab_size": "x"}, "c.json: vocab_size is 'x', but must be a whole number from 1 to 2,147,483,648; write what the drafter was made with."),
+        ({"vocab_size": "x"}, "c.json: vocab_size is 'x', but must be a whole number from 1 to 2,147,483,647; write what the drafter was made with."),
         ({"a": {"hidden_size": True}}, "c.json: a.hidden_size is True, but must be a whole number"),
         ({"rope_theta": math.inf}, "c.json: rope_theta is inf, but must be a number above 0"),
         ({"dflash_config": {"mask_token_id": -1}}, "c.json: dflash_config.mask_token_id is -1, but must be a whole number from 0"),
