@@ -22,7 +22,7 @@ LOOKED_AT = 32
 """Micro-batches of the store, of which the one with most elements counts."""
 LONG = 8192
 """Tokens of a row from which on a mask of all pairs is worth a word."""
-PRECISIONS = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "None": "32-true"}
+PRECISIONS = {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true", "64": "64-true", "None": "32-true"}
 """Shorter words for trainer.precision."""
 STAYS = (TARGET, DRAFTER, GRADIENTS, OPTIMIZER, OTHERS)
 """What is there from step to step, named first."""

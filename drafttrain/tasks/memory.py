@@ -47,7 +47,7 @@ ROUNDED_TO = 512
 """Bytes: torch hands out multiples of it."""
 HELD_INSIDE = {torch.ops.aten.logsumexp.default}
 """Operations that hold a copy of their input while they run."""
-KINDS = {"32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
+KINDS = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 """trainer.precision without its second half."""
 TARGET, DRAFTER, GRADIENTS, OPTIMIZER = "target's weights", "drafter's weights", "gradients", "optimizer"
 BATCH, READ, FORWARD, BACKWARD = "batch", "target's reading", "drafter and objective, forward", "backward"
@@ -258,8 +258,17 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def _as_on_a_gpu() -> Iterator[None]:
-    with patch.object(rows, "run_kernel", _attention), patch.object(nn.functional, "rms_norm", _norm):
+    with (
+        patch.object(rows, "run_kernel", _attention),
+        patch.object(nn.functional, "rms_norm", _norm),
+        patch.object(nn.functional, "grouped_mm", _grouped, create=True),  # torch has it since 2.10
+    ):
         yield
+
+
+def _grouped(x_NK: Tensor, weight_EKM: Tensor, offs: Tensor | None = None, **_: Any) -> Tensor:
+    """In the place of `grouped_mm`, which experts of a mixture are: without numbers a CPU refuses all types but one."""
+    return x_NK.new_empty(len(x_NK), weight_EKM.shape[-1])
 
 
 def _norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from drafttrain.layouts import one_chat
 from drafttrain.losses import Distillation
 from drafttrain.position_weights import Exponential
 from drafttrain.tasks import memory
-from drafttrain.tasks.memory import LIBRARIES, OTHERS, TARGET, Step, peak_of
+from drafttrain.tasks.memory import DRAFTER, LIBRARIES, OTHERS, TARGET, Step, peak_of
 from drafttrain.tasks.optimizer import make_optimizer, token_sides
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.teacher import TargetTeacher
@@ -101,6 +101,19 @@ def test_long_rows_hold_nothing_that_grows_with_their_square(tiny_llama):
     dense, without = ([bytes_of(tiny_llama, length, speed=speed) for length in (4096, 8192)] for speed in (SpeedConfig(), fused))
     assert dense[1] > 3.5 * dense[0] and without[1] < 2.1 * without[0] < dense[0]
     assert bytes_of(tiny_llama, 8192, speed=replace(fused, checkpoint_activations=True)) < 0.8 * without[1]
+
+
+def test_a_mixture_of_experts_is_told_and_holds_all_of_them(targets):
+    """In fp32 a CPU without numbers refuses what such a target's experts are computed by."""
+    target = targets("mixtral")
+    step, net, sequences, layout = made(target, "eagle3")
+    weights = sum(w.numel() * w.element_size() for w in target.model.parameters())
+    assert weights <= peak_of(step, sequences, layout).parts[TARGET] < 1.2 * weights
+
+
+def test_double_precision_holds_twice_the_drafter(tiny_llama):
+    single, double = (peak_of(*[made(tiny_llama, "eagle3", precision=f"{bits}-true")[i] for i in (0, 2, 3)]) for bits in (32, 64))
+    assert double.parts[DRAFTER] == pytest.approx(2 * single.parts[DRAFTER], rel=0.1)
 
 
 def test_what_is_alive_at_the_peak_is_named(tiny_llama):
