@@ -1,6 +1,7 @@
 """What `plan` warns of and refuses, against those that would: bench, data_prep, training, an optimizer."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -152,3 +153,17 @@ def test_muons_smaller_state_is_what_an_optimizer_holds_after_a_step(planned, tm
     assert trained < state < 2 * trained
     assert f" + Muon and Adam {human_bytes(state)} " in line(lines, "device (cpu)")
     assert f" {human_bytes(trained + state)} to resume" in line(lines, "disk, checkpoints: ")
+
+
+def test_rounded_weights_without_their_library_are_said(planned, monkeypatch):
+    """A warning, since a plan may be made on another machine."""
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    [said] = [each for each in warnings(planned(target={"weights": "int8"})[1]) if "torchao" in each]
+    assert said.startswith("warning: on this machine training would refuse: target.weights is int8, but torchao")
+
+
+def test_what_lightning_lets_pass_for_a_count_is_refused(planned):
+    assert (
+        "trainer.accumulate_grad_batches is null, but must be 1 or more"
+        in planned(code=2, trainer={"accumulate_grad_batches": None})[1][-1]
+    )

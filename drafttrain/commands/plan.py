@@ -21,7 +21,6 @@ from drafttrain.commands.plan_on_policy import (
     of_rollouts,
     planned_prompts,
     require_on_policy,
-    require_text,
 )
 from drafttrain.commands.plan_start import filled, find_start, require_start, start_tau
 from drafttrain.commands.plan_taught import taught
@@ -43,7 +42,7 @@ from drafttrain.target.hub import only_cached
 from drafttrain.target.load import locate, reason
 from drafttrain.target.precision import bytes_of
 from drafttrain.target.target import Target
-from drafttrain.tasks.on_policy_start import drafts_of
+from drafttrain.tasks.on_policy_start import drafts_of, require_text
 from drafttrain.tasks.optimizer import require_whole_matrices, token_sides, turned_by_muon
 from drafttrain.tasks.shared_target import require_no_answers
 from drafttrain.tasks.strategy import uses_deepspeed

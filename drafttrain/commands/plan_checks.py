@@ -13,6 +13,7 @@ from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.recipe import Recipe
+from drafttrain.target.precision import require_library
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.validation.bench_config import BenchConfig
 
@@ -30,6 +31,10 @@ def unmeant(recipe: Recipe, gathered: bool) -> list[str]:
         found.append(
             f"warning: on_policy is set, but task is {recipe.task}, which learns from the stored answers and never reads it; set task to on_policy"
         )
+    try:
+        require_library(recipe.target.weights)
+    except UserError as error:  # a plan may be made elsewhere than the training
+        found.append(f"warning: on this machine training would refuse: {error}")
     warm_up, steps = recipe.optimizer.warmup_steps, recipe.trainer.get("max_steps")
     if isinstance(steps, int) and 0 < steps <= warm_up:
         found.append(

@@ -10,25 +10,23 @@ Letters: K greatest depth that is learnt, W processes.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
-import torch
 
 from drafttrain.commands.plan_engine import bytes_as, engine_buffers
 from drafttrain.data.store import TokenStore
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.files import human_bytes
-from drafttrain.losses import Distillation, Objective
+from drafttrain.losses import Distillation
 from drafttrain.recipe import Recipe
 from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_config import scored_streams
-from drafttrain.tasks.on_policy_start import drafts_of, find_prompts, require_refreshes, require_streams
+from drafttrain.tasks.on_policy_start import drafts_of, find_prompts, require_refreshes, require_streams, require_text
 from drafttrain.tasks.rollout_buffer import RolloutPlan
 from drafttrain.tasks.rollout_files import MadeWith, bytes_of
 from drafttrain.topology import Topology
-from drafttrain.types import Layout
 
 
 @dataclass(frozen=True)
@@ -78,12 +76,6 @@ def require_on_policy(recipe: Recipe, topology: Topology) -> None:
     if config.as_text:
         require_text(recipe.objective)
     require_streams(config, recipe.objective)
-
-
-def require_text(objective: Objective) -> None:
-    """UserError of an objective that does not learn from texts without rounds, as at the first step."""
-    nothing = Layout(*[torch.empty(0, dtype=torch.int64)] * len(fields(Layout)))
-    objective.counts(nothing, 1)
 
 
 # ---- arithmetic ----------------------------------------------------------------------------------------------------------------

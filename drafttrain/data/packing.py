@@ -60,6 +60,8 @@ def read_chats(store: TokenStore, limit: int) -> Chats:
         if bool((supervised_T[:-1] & supervised_T[1:]).any()):
             which.append(index)
             lengths.append(len(supervised_T))
+    if not len(store):
+        store.require_chats()
     if not which:
         raise UserError(
             f"There are no supervised tokens to learn from: none of the {len(store)} chats has two neighbouring tokens "

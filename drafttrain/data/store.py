@@ -167,6 +167,14 @@ class TokenStore:
             rows += taps * int(context_C.sum()) + int(final_C.sum())
         return rows * vector_bytes(self.manifest.identity.hidden, dtype)
 
+    def require_chats(self) -> None:
+        """UserError of a store without chats."""
+        if not len(self):
+            raise UserError(
+                f"{self.folder}/ holds no chats, so there is nothing to learn from; see in data/report/ why each was dropped, change the prepare "
+                "section, and run data_prep again."
+            )
+
     def require(
         self, identity: Identity, taps: Sequence[int] | None = None, feature_dtype: str | None = None, final: str = "taught"
     ) -> None:

@@ -24,11 +24,7 @@ def count(store: TokenStore, among_V: Tensor | None = None, visit: Callable[[int
     `among_V` [V, bool] are the only tokens that can be chosen. `visit` is called with every chat and its index, so that who wants to see
     them all need not read them again. Raises UserError of a store without chats.
     """
-    if not len(store):
-        raise UserError(
-            f"{store.folder}/ holds no chats, so there is nothing to learn from; see in data/report/ why each was dropped, change the prepare section, and "
-            "run data_prep again."
-        )
+    store.require_chats()
     chosen = _left_out(store.keys)
     texts: dict[str, list[Chat]] = defaultdict(list)
     for index in chosen if visit is None else range(len(store)):

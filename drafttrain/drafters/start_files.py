@@ -28,15 +28,26 @@ def find(where: str, pickle: bool, asked: str = "checkpoint.start") -> Path:
     from huggingface_hub import snapshot_download
 
     local = typed_path(where)
+    require_place(where, asked)
     if os.path.isdir(local):
         return local
-    if os.path.exists(local) or where.startswith(("/", "./", "../", "~")) or where.count("/") != 1:
-        raise UserError(f"{asked} is {where}, but there is no such folder; give an existing folder or a Hub id (owner/name).")
     wanted = [*WANTED, *(PICKLES if pickle else ())]
     try:
         return Path(snapshot_download(where, allow_patterns=wanted))
     except Exception as error:  # the client raises a dozen kinds here; every one means that the checkpoint cannot be had
-        raise UserError(f"{asked} {where} could not be downloaded: {_reason(error)}") from error
+        raise UserError(
+            f"{asked} {where} could not be downloaded: {_reason(error)} No such folder is here, so it was taken for a Hub id."
+        ) from error
+
+
+def require_place(where: str, asked: str) -> None:
+    """UserError where this is neither a folder that is there nor what could be a Hub id. Asks nobody."""
+    local = typed_path(where)
+    if not where.strip():
+        raise UserError(f"{asked} is empty; give an existing folder or a Hub id (owner/name).")
+    typed = where.startswith(("/", "./", "../", "~")) or where.count("/") != 1
+    if not os.path.isdir(local) and (typed or os.path.exists(local)):
+        raise UserError(f"{asked} is {where}, but there is no such folder; give an existing folder or a Hub id (owner/name).")
 
 
 def read_config(folder: Path, what: str) -> dict[str, Any]:
@@ -74,7 +85,7 @@ def _reason(error: Exception) -> str:
         return "there is no such repository on the Hub (or it is private and you are not logged in); check the id, or run `hf auth login`."
     if kinds & {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectionError"}:
         return "the Hub cannot be reached and it is not in the local cache; give a local folder, or connect."
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:240]}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:240].rstrip('.')}."
 
 
 def unlike(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> list[str]:

@@ -18,7 +18,7 @@ from drafttrain.files import typed_path
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.fuse import fuse_norms, merge_projections
 from drafttrain.target.hub import only_cached
-from drafttrain.target.precision import revision_of, round_weights
+from drafttrain.target.precision import require_library, revision_of, round_weights
 from drafttrain.target.target import ATTENTION, KNOWN_LAYER_TYPES, Target, hf_attention, plain_copy, prove
 from drafttrain.target.template import ChatTemplate
 from drafttrain.types import Identity
@@ -36,6 +36,7 @@ def load_target(config: TargetConfig, device: str | torch.device | None = None, 
     from transformers.utils import logging as hf_logging
 
     hf_logging.disable_progress_bar()
+    require_library(config.weights)
     AttentionInterface.register(ATTENTION, hf_attention)
     where, gguf = locate(config.path)
     model, tokenizer, commit = _load(config, where, gguf, shards)

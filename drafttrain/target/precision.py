@@ -15,14 +15,23 @@ from torch import nn
 from drafttrain.errors import UserError
 
 
-def round_weights(model: Any, weights: str, device: str | torch.device) -> None:
-    """Rounds the matrices of the layers to int8 or fp8, one by one, and moves each to the device as it is done. UserError without torchao."""
+def require_library(weights: str | None) -> None:
+    """UserError where weights are to be rounded without torchao. Asked before they are loaded, which takes minutes for large ones."""
+    if weights is None:
+        return
     try:
-        from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+        import torchao.quantization  # noqa: F401
     except ImportError:
         raise UserError(
             f"target.weights is {weights}, but torchao, which rounds them, is not installed; run `pip install torchao`, or set it to null."
         ) from None
+
+
+def round_weights(model: Any, weights: str, device: str | torch.device) -> None:
+    """Rounds the matrices of the layers to int8 or fp8, one by one, and moves each to the device as it is done. UserError without torchao."""
+    require_library(weights)
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
+
     head = model.get_output_embeddings()
     config = {"int8": Int8WeightOnlyConfig, "fp8": Float8WeightOnlyConfig}[weights]()
     quantize_(model, config, filter_fn=lambda module, name: type(module) is nn.Linear and module is not head, device=device)

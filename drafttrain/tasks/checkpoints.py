@@ -11,6 +11,7 @@ An older step is deleted only behind the rename of a newer one, so a process kil
 import json
 import os
 import shutil
+import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,23 @@ def find_last(checkpoints: Path) -> Saved | None:
             f"{newest}/ has lost its {STATE}; restore it, or delete {newest}/ to begin training anew ({checkpoints}/best/ stays)."
         )
     return Saved(steps[-1], Position(**facts["position"]), facts["recipe"], facts["share"])
+
+
+def require_readable(saved: Saved) -> None:
+    """UserError where the state is a file that was cut short or changed since it was written: by a disk or a copy, since a save is renamed when whole."""
+    if saved.state.is_dir():
+        return  # DeepSpeed's own
+    try:
+        with zipfile.ZipFile(saved.state) as pieces:  # what torch.save writes; each piece carries a checksum
+            whole = pieces.testzip() is None
+    except (zipfile.BadZipFile, OSError):
+        whole = False
+    if not whole:
+        checkpoints = saved.folder.parent.parent
+        raise UserError(
+            f"{saved.state} is damaged or cut short, so the run cannot go on from it; restore it, or delete {saved.folder}/ to begin training anew "
+            f"({checkpoints}/best/ stays)."
+        )
 
 
 def save_state(trainer, checkpoints: Path, position: Position, recipe: dict[str, Any], share: dict[str, int]) -> None:

@@ -4,14 +4,16 @@ Letters: K greatest depth that is drafted.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+import torch
 
 from drafttrain.data.store import TokenStore
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.losses import Objective
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
-from drafttrain.types import Request
+from drafttrain.types import Layout, Request
 
 
 def drafts_of(config: OnPolicyConfig, net: DrafterNet) -> int:
@@ -43,6 +45,12 @@ def require_streams(config: OnPolicyConfig, objective: Objective) -> None:
             "on_policy.replay is first_rejection, which learns the target's token in the place of a rejected draft, but "
             "objective.init_args.accepted_weight is 0; raise it, or set replay to rounds."
         )
+
+
+def require_text(objective: Objective) -> None:
+    """UserError of an objective that does not learn from texts without rounds, as at the first step."""
+    nothing = Layout(*[torch.empty(0, dtype=torch.int64)] * len(fields(Layout)))
+    objective.counts(nothing, 1)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import DataConfig, LookAhead, MicroBatch, Share, WindowStream, make_loader, plan_arithmetic
 from drafttrain.data.token_counts import count
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.start_files import require_place
 from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.drafters.warm_start import WarmStart, keep_vocabulary, kept_vocabulary
 from drafttrain.errors import UserError
@@ -37,16 +38,24 @@ from drafttrain.files import require_space
 from drafttrain.losses import Objective
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
+from drafttrain.target.precision import require_library
 from drafttrain.target.target import Target
 from drafttrain.tasks import lora as adapters
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
-from drafttrain.tasks.checkpoints import Saved, find_last, require_same_recipe
+from drafttrain.tasks.checkpoints import Saved, find_last, require_readable, require_same_recipe
 from drafttrain.tasks.conductor import Conductor, Run
 from drafttrain.tasks.distill import DistillTask, Position, Setup
 from drafttrain.tasks.lora_config import LoraConfig
 from drafttrain.tasks.on_policy import OnPolicyTask
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
-from drafttrain.tasks.on_policy_start import drafts_of, find_prompts, require_refreshes, require_trained
+from drafttrain.tasks.on_policy_start import (
+    drafts_of,
+    find_prompts,
+    require_refreshes,
+    require_streams,
+    require_text,
+    require_trained,
+)
 from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, token_sides, turned_by_muon
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turns
@@ -106,6 +115,7 @@ def train(
     require_no_answers(speed, checkpoint, on_policy is not None, target.weights)
     require_sharers(speed, topology)
     lora.require_start(checkpoint.start)
+    require_library(target.weights)
     say = print if topology.rank == 0 else _say_nothing
     checkpoints = Path(run_folder) / "checkpoints"
     store = TokenStore.open(Path(run_folder) / "data" / "train")
@@ -119,6 +129,7 @@ def train(
                 f"{checkpoints}/ is finished: {saved.position.step} of {sections.max_steps} steps; raise trainer.max_steps to go on."
             )
             return checkpoints / "best"
+        require_readable(saved)
     watch = Watch(topology.store, topology.rank, topology.world, checkpoint.hung_s)
     if topology.store is not None:
         meet(topology.rank, topology.world, topology.accelerator, trainer.get("strategy"))
@@ -173,6 +184,8 @@ def require_positive(trainer: dict[str, Any]) -> None:
         value = trainer.get(key)
         if isinstance(value, int) and value < 1:
             raise UserError(f"trainer.{key} is {value}, but must be 1 or more.")
+    if "accumulate_grad_batches" in trainer and trainer["accumulate_grad_batches"] is None:
+        raise UserError("trainer.accumulate_grad_batches is null, but must be 1 or more; remove it for 1.")
 
 
 def _check_trainer(trainer: dict[str, Any]) -> None:
@@ -263,8 +276,14 @@ def _loader(sections: Sections, stream: WindowStream, device: torch.device) -> I
 
 
 def _require_start(sections: Sections, saved: Saved | None) -> None:
-    """UserError where an on-policy run cannot begin so."""
+    """UserError where a run cannot begin so, as far as that needs no target, whose loading takes minutes."""
+    start = sections.checkpoint.start
+    if saved is None and start is not None:
+        require_place(start, "checkpoint.start")
+    if sections.on_policy is None or sections.on_policy.as_text:
+        require_text(sections.objective)
     if sections.on_policy is not None:
+        require_streams(sections.on_policy, sections.objective)
         require_refreshes(sections.on_policy, sections.max_steps)
         if saved is None:
             require_trained(sections.on_policy, sections.checkpoint.start)
@@ -319,6 +338,11 @@ def _held_out(run_folder: Path, target: Target, config: CheckpointConfig) -> lis
     store = TokenStore.open(run_folder / "data" / "held_out")
     store.require(target.identity)
     room = target.max_positions - config.tau_tokens - config.drafts - 1
+    if not len(store):
+        raise UserError(
+            f"{store.folder}/ holds no prompts; raise prepare.held_out and run data_prep again, or set checkpoint.tau_prompts to 0 to train without "
+            "measuring tau."
+        )
     requests = [request for request in store.requests(config.tau_tokens) if len(request.ids) <= room]
     if not requests:
         raise UserError(

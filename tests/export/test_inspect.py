@@ -304,7 +304,12 @@ def test_an_id_that_cannot_be_had(monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert main(["inspect", "nobody/nothing-of-this-name"]) == 2
-    assert "nobody/nothing-of-this-name could not be downloaded" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "nobody/nothing-of-this-name could not be downloaded" in said and "No such folder is here" in said
+    )  # a path that is mistyped
+    assert main(["inspect", ""]) == 2
+    assert capsys.readouterr().err == "error: the drafter is empty; give an existing folder or a Hub id (owner/name).\n"
     assert main(["inspect", "./nothing"]) == 2
     assert (
         capsys.readouterr().err

@@ -5,9 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from drafttrain.errors import UserError
-from drafttrain.tasks.checkpoints import differences, find_last, save_state
+from drafttrain.tasks.checkpoints import differences, find_last, require_readable, save_state
 from drafttrain.tasks.distill import Position
 
 RECIPE = {"drafter": {"class": "Eagle3", "depth": 3}}
@@ -87,6 +88,20 @@ def test_damaged_facts_are_an_error_that_names_the_file(tmp_path):
     (tmp_path / "last" / "step_00000004" / "train.json").write_text("{")
     with pytest.raises(UserError, match=r"train.json is damaged"):
         find_last(tmp_path)
+
+
+@pytest.mark.parametrize("harm", ["cut short", "emptied", "a bit flipped"])
+def test_a_state_that_was_harmed_is_one_sentence_and_no_traceback(tmp_path, harm):
+    save_state(OneFile(), tmp_path, Position(4), RECIPE, SHARE)
+    saved = find_last(tmp_path)
+    torch.save({"net.weight": torch.arange(1000.0)}, saved.state)
+    require_readable(saved)
+    whole = saved.state.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    saved.state.write_bytes({"cut short": whole[:middle], "emptied": b"", "a bit flipped": flipped}[harm])
+    with pytest.raises(UserError, match=r"step_00000004/state is damaged or cut short, .* or delete .*step_00000004/ to begin"):
+        require_readable(saved)
 
 
 def test_every_leaf_that_differs_is_named():

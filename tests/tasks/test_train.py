@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 import signal
+import sys
 
 import lightning.pytorch as pl
 import pytest
@@ -16,6 +18,7 @@ from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.errors import UserError
 from drafttrain.position_weights import Decay, DPace, Exponential, Uniform, ValidPrefix
+from drafttrain.replay_loss import OnPolicyDistillation
 from drafttrain.tasks.checkpoints import find_last
 
 
@@ -290,9 +293,50 @@ def test_a_window_without_labels_stops_the_run(run, llama):
         start(run, llama, drafter={"draft_vocab": 2})
 
 
+def test_a_damaged_state_is_refused_before_the_target_is_loaded(run, llama, monkeypatch):
+    start(run, llama)
+    [state] = (run / "checkpoints" / "last").glob("step_*/state")
+    state.write_bytes(state.read_bytes()[:1000])
+    monkeypatch.setattr("drafttrain.tasks.train.load_target", None)
+    with pytest.raises(UserError, match="state is damaged or cut short"):
+        start(run, llama, trainer={"max_steps": 8})
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"checkpoint": {"start": "/no/such/folder"}}, "checkpoint.start is /no/such/folder, but there is no such folder"),
+        (
+            {"objective": OnPolicyDistillation()},
+            "objective.class_path is OnPolicyDistillation, but the training texts have no record",
+        ),
+        ({"target": {"weights": "int8"}}, "target.weights is int8, but torchao"),
+    ],
+)
+def test_what_needs_no_target_is_refused_before_it_is_loaded(tmp_path, tiny_llama, llama, monkeypatch, changes, sentence):
+    monkeypatch.setattr("drafttrain.tasks.train.load_target", None)
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(UserError, match=sentence):
+        start(make_run(tmp_path / "run", tiny_llama), llama, **changes)
+
+
+@pytest.mark.parametrize("part", ["train", "held_out"])
+def test_a_store_without_chats_says_so(tmp_path, tiny_llama, llama, part):
+    run = make_run(tmp_path / "run", tiny_llama)
+    shutil.rmtree(run / "data" / part)
+    write_store(run / "data" / part, [], tiny_llama.identity)
+    words = {"train": "data/train/ holds no chats", "held_out": "data/held_out/ holds no prompts; raise prepare.held_out"}
+    with pytest.raises(UserError, match=words[part]):
+        start(run, llama, checkpoint={"tau_prompts": 2})
+
+
 @pytest.mark.parametrize(
     ("trainer", "sentence"),
-    [({"max_steps": -1}, "trainer.max_steps is -1"), ({"max_epochs": 3}, "trainer.max_epochs cannot be set")],
+    [
+        ({"max_steps": -1}, "trainer.max_steps is -1"),
+        ({"accumulate_grad_batches": None}, "trainer.accumulate_grad_batches is null"),
+        ({"max_epochs": 3}, "trainer.max_epochs cannot be set"),
+    ],
 )
 def test_a_run_ends_by_steps(run, llama, trainer, sentence):
     with pytest.raises(UserError, match=sentence):
