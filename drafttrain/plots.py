@@ -32,6 +32,18 @@ class Acceptance:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """How fast one method is."""
+
+    rate: float
+    """Tokens a second."""
+    spread: float | None = None
+    """Their standard deviation over timed runs; None of a single run."""
+    factor: float | None = None
+    """Speed-up against plain decoding; None for what is compared with nothing."""
+
+
+@dataclass(frozen=True)
 class CurvePoint:
     """One measured moment of a training run; None where that moment did not measure the quantity."""
 
@@ -169,6 +181,29 @@ def bars(values: Mapping[str, float]) -> Figure:
     axes.set_xlim(0, 1.2 * max([1.0, *values.values()]))
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
+    return figure
+
+
+def speed_by_method(speeds: Mapping[str, Speed]) -> Figure:
+    """Horizontal bars of tokens a second, each with its speed-up, and a whisker of one standard deviation where there were several runs; a line at
+    the rate of `plain` where that is among them."""
+    figure, (axes,) = _figure(1, width=6.5, height=0.9 + 0.42 * max(len(speeds), 1))
+    rates, plain = {name: speed.rate for name, speed in speeds.items()}, speeds.get("plain")
+    shades = [colour(name, index) for index, name in enumerate(speeds)]
+    axes.barh(list(rates), list(rates.values()), color=shades, height=0.62)
+    for row, speed in enumerate(speeds.values()):
+        if speed.spread is not None:
+            axes.errorbar(speed.rate, row, xerr=speed.spread, color=INK, linewidth=1, capsize=2)
+        label = f"{speed.rate:,.1f}" + ("" if speed.factor is None else f" ({speed.factor:.2f}×)")
+        end = (speed.rate + (speed.spread or 0.0), row)
+        axes.annotate(label, end, (5, 0), textcoords="offset points", va="center", fontsize=9, color=INK)
+    if plain is not None:
+        axes.axvline(plain.rate, color=FAINT, linewidth=1, linestyle=(0, (4, 3)))
+    axes.set_xlim(0, 1.3 * max([1e-9, *(speed.rate + (speed.spread or 0.0) for speed in speeds.values())]))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.grid(axis="x", color=GRID)
+    axes.set_xlabel("tokens a second" + (" (dashed: plain decoding)" if plain is not None else ""))
     return figure
 
 

@@ -93,6 +93,11 @@ def acceptance(
     return 1 + (sum(accepted) / rounds if rounds else 0.0), conditional, reach
 
 
+def defined(acceptance: Sequence[float | None], reach: Sequence[float]) -> list[float | None]:
+    """Conditional acceptance for people: None, rather than the 0 that machines get, at a depth that no round reached."""
+    return [a if before else None for a, before in zip(acceptance, [1.0, *reach], strict=False)]
+
+
 @torch.no_grad()
 def simulate(target: Target, net: DrafterNet, plain: Iterable[Rollout], drafts: int) -> list[list[int]]:
     """Accepted drafts of every round, per rollout, walking plain answers with the *training* forward unrolled to `drafts`.

@@ -1,8 +1,8 @@
 """The model card (README.md) of an export: what it is, what was measured, how to serve it.
 
-Everything comes from two files: `drafttrain.json` in the folder (what was exported) and, where the drafter has been validated,
-the report's `validation.json`. A number that was not measured is not in the card. Writing it again after `validate` brings
-the numbers in.
+Everything comes from three files: `drafttrain.json` in the folder (what was exported, and how it was trained) and, where the drafter has been
+validated or benchmarked, the report's `validation.json` and `bench.json`. A number that was not measured is not in the card, nor is a figure
+(card_figures.py) without its numbers. Writing it again after `validate` or `bench` brings the numbers in.
 """
 
 import json
@@ -10,7 +10,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from drafttrain.decoding.measure import defined
 from drafttrain.errors import UserError
+from drafttrain.export.card_bench import bench_text
+from drafttrain.export.card_figures import CardFigure, figures_of, remove_others, write_figures
 from drafttrain.export.format import NAMES, Format
 from drafttrain.export.registry import format_named
 from drafttrain.files import read_json, write_atomic, write_json_atomic
@@ -27,17 +30,24 @@ UNMEASURED_DRAFTS = 3
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
-def write_card(folder: str | Path, report: dict | None) -> None:
-    """Write README.md into an exported folder, and the measured numbers into its drafttrain.json.
+def write_card(folder: str | Path, report: dict | None, bench: dict | None = None) -> None:
+    """Write README.md and its figures into an exported folder, and the measured numbers into its drafttrain.json.
 
-    Without a report, numbers that are there already stay. Raises UserError if the folder is no export.
+    `report` is validation.json, and `bench` what card_bench.py keeps of bench.json; without one, its numbers that are there already stay.
+    Raises UserError if the folder is no export.
     """
     folder = Path(folder)
     made = read_json(folder / MADE_FILE, "the export")
     if report is not None:
         made["measured"] = {name: report[name] for name in MEASURED if name in report}
+    if bench is not None:
+        made["benchmark"] = bench
+    if report is not None or bench is not None:
         write_json_atomic(folder / MADE_FILE, made)
+    figures = figures_of(made, made["measured"])
+    write_figures(folder, figures)
     write_atomic(folder / "README.md", card_text(made, made["measured"]))
+    remove_others(folder, figures)  # when no card shows them any more
 
 
 def card_text(made: dict[str, Any], report: dict | None) -> str:
@@ -45,13 +55,17 @@ def card_text(made: dict[str, Any], report: dict | None) -> str:
     drafter was never validated."""
     format = format_named(made, "the export")
     use = _serving(format, made, report) if format.engines else _running()
+    figures = figures_of(made, report)
     parts = [
         _front_matter(format, made),
         _what(format, made),
         _measured(report),
+        _benchmarked(made.get("benchmark")),
+        _shown(figures, "acceptance", "categories", "speed"),
         use,
-        _notes(made),
+        _notes(format, made, report),
         _training(made),
+        _shown(figures, "training"),
         _files(made),
     ]
     return "\n".join(part for part in parts if part)
@@ -85,7 +99,7 @@ def _what(format: Format, made: dict) -> str:
     identity, facts = made["identity"], made["config"]
     full = facts["draft_vocab"] == facts["vocab"]
     words = "every token" if full else f"{facts['draft_vocab']:,} of the target's {facts['vocab']:,} tokens"
-    return f"""# {format.title} for {made["base_model"] or identity["path"]}
+    return f"""# {format.title} for {made["base_model"] or _called(made)}
 
 A drafter for speculative decoding: it proposes several tokens, the target checks them in one pass, and only what the target
 itself would have said is kept. {format.about(made)} It can say {words}. It is of use only with this target
@@ -109,7 +123,10 @@ def _measured(report: dict | None) -> str:
     rows = [
         ("Acceptance length (tau = 1 + accepted drafts per round)", _number(tau)),
         ("Drafts per round", drafts),
-        ("Accepted at each depth, of the rounds that reached it", _list(report["acceptance_by_depth"])),
+        (
+            "Accepted at each depth, of the rounds that reached it",
+            _list(defined(report["acceptance_by_depth"], report["reach_by_depth"])),
+        ),
         ("Accepted at each depth, of all rounds", _list(report["reach_by_depth"])),
         ("Output equal to plain decoding, token for token", "yes" if report["lossless"] else "**NO**"),
         ("Held-out prompts / tokens / rounds", f"{report['prompts']} / {report['tokens']:,} / {report['rounds']:,}"),
@@ -123,10 +140,25 @@ def _measured(report: dict | None) -> str:
             _pair(report.get("lookup_tau"), report.get("untrained_tau")),
         ),
         ("Measured on", _hardware(report.get("hardware"))),
+        ("By drafttrain at commit", _commit(report)),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows if value is not None)
     note = "Greedy decoding in drafttrain's reference engine; speed there is no forecast of a serving engine's."
     return f"## Measured\n\n| | |\n|---|---|\n{table}\n\n{note}\n"
+
+
+def _benchmarked(bench: dict | None) -> str:
+    if bench is None:
+        return ""
+    where = [_hardware(bench["hardware"]), None if _commit(bench) is None else f"drafttrain at {_commit(bench)}"]
+    on = "; ".join(part for part in where if part)
+    return f"## Benchmarked\n\n{bench_text(bench)} Measured on {on}.\n"
+
+
+def _shown(figures: dict[str, CardFigure], *names: str) -> str:
+    """Figures by these names, each with what is seen there."""
+    shown = [(path, each) for path, each in figures.items() if Path(path).stem in names]
+    return "\n".join(f"![{each.caption}]({path})\n\n{each.seen}\n" for path, each in shown)
 
 
 def _drafts(format: Format, made: dict, report: dict | None) -> int:
@@ -192,19 +224,51 @@ python -m drafttrain generate --config RECIPE.yaml --draft PATH/TO/THIS/FOLDER -
 """
 
 
-def _notes(made: dict) -> str:
-    return "## To know\n\n" + "\n".join(f"- {note}" for note in made["notes"]) + "\n" if made["notes"] else ""
+def _notes(format: Format, made: dict, report: dict | None) -> str:
+    """What the drafter costs or cannot, and what nobody has tried."""
+    notes = [*made["notes"]]
+    if format.engines:
+        notes.append(
+            f"This folder was written by the rules of {served_by(format).removeprefix('for ')} and read back by drafttrain, which starts no engine: "
+            "try it in yours before you rely on it."
+        )
+    if report is not None or made.get("benchmark") is not None:
+        notes.append(
+            "Acceptance depends on what is asked: it was measured on the prompts named above, and on no other language, task, length or sampling."
+        )
+    return "## To know\n\n" + "\n".join(f"- {note}" for note in notes) + "\n" if notes else ""
 
 
 def _training(made: dict) -> str:
-    facts = {"Target": made["identity"]["path"], "Template arguments": made["identity"]["template_arguments"]} | made["facts"]
+    facts = {"Target": _called(made), "Template arguments": made["identity"]["template_arguments"]} | made["facts"]
     rows = [
         f"- {name.replace('_', ' ')}: {value}" for name, value in facts.items() if isinstance(value, str | int | float | bool)
     ]
+    data = _data(made["facts"].get("data"))
     return (
         "## Trained\n\nWith drafttrain, on chats answered by the target itself, to give the target's own next-token distribution "
-        "at every depth of the draft.\n\n" + "\n".join(rows) + "\n"
+        f"at every depth of the draft.{data}\n\n" + "\n".join(rows) + "\n"
     )
+
+
+def _data(data: dict | None) -> str:
+    """Where the chats come from, as the token store's manifest says it."""
+    if data is None:
+        return ""
+    sources = ", ".join(f"{name} ({prompts:,} prompts)" for name, prompts in data["sources"].items())
+    told = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in data["answers"].items())
+    return (
+        f" The data: {data['chats']:,} chats of {data['tokens']:,} tokens, {data['supervised_tokens']:,} of them the target's answers"
+        + (f"; prompts from {sources}" if sources else "")
+        + (f"; answers with {told}" if told else "")
+        + "."
+    )
+
+
+def _called(made: dict) -> str:
+    """The target as a card may call it: a path of the machine that trained is nobody's business."""
+    path = made["identity"]["path"]
+    return Path(path).name if Path(path).is_absolute() else path
 
 
 def _files(made: dict) -> str:
@@ -244,6 +308,11 @@ def _hardware(hardware: dict | None) -> str | None:
         return None
     chip = hardware.get("gpu") or f"{hardware.get('cpu', 'a CPU')}, {hardware.get('threads', '?')} threads"
     return f"{chip}, torch {hardware['torch']}" if "torch" in hardware else chip
+
+
+def _commit(measured: dict) -> str | None:
+    commit = measured.get("commit")
+    return f"`{commit[:12]}`" if commit else None
 
 
 def report_of(folder: str | Path) -> dict | None:

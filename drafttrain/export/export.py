@@ -1,6 +1,6 @@
 """Export a trained drafter as a folder in one of the formats, and read such a folder back.
 
-    folder/  model.safetensors  config.json  drafttrain.json  README.md
+    folder/  model.safetensors  config.json  drafttrain.json  README.md  plots/ (where something was measured)
 
 The folder is built beside its place, read back from disk as an engine would (from config.json and the tensors alone), and its
 logits are compared with the trained net's over several steps of a chain. Only then does it take its place; an earlier export

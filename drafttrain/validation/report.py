@@ -6,9 +6,9 @@ Nothing here measures or computes more than a percentage: a report can be writte
 import json
 from collections.abc import Mapping, Sequence
 
+from drafttrain.decoding.measure import defined
 from drafttrain.markdown import table
 from drafttrain.validation.samples import Sample
-from drafttrain.validation.summary import defined
 
 METHOD_NAMES = {"drafter": "the drafter", "lookup": "prompt lookup", "untrained": "the untrained drafter"}
 LISTED_DIFFERENCES = 20

@@ -151,11 +151,6 @@ def repeated_by_position(rollouts: Sequence[Rollout]) -> list[float | None]:
     return [r / n if n else None for r, n in zip(repeated, runs, strict=True)]
 
 
-def defined(acceptance: Sequence[float], reach: Sequence[float]) -> list[float | None]:
-    """Conditional acceptance for people: None, rather than the 0 that machines get, at a depth that no round reached."""
-    return [a if before else None for a, before in zip(acceptance, [1.0, *reach], strict=False)]
-
-
 def draft_vocabulary(net: DrafterNet, plain: Pass) -> dict:
     """How large the draft vocabulary is, and which part of the held-out answer tokens it can say at all."""
     vocabulary = net.vocabulary

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from drafttrain import plots
 from drafttrain.decoding.engine import Engine
-from drafttrain.decoding.measure import count
+from drafttrain.decoding.measure import count, defined
 from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.propose_ngram import LookupProposer
 from drafttrain.drafters.base import DrafterNet
@@ -31,7 +31,7 @@ from drafttrain.validation.cost import Cost, Make, measure_cost
 from drafttrain.validation.curve import read_curve
 from drafttrain.validation.passes import Difference, Pass, differences, logit_gap, run
 from drafttrain.validation.samples import Sample, sample
-from drafttrain.validation.summary import compare_simulation, defined, draft_vocabulary, summarize
+from drafttrain.validation.summary import compare_simulation, draft_vocabulary, summarize
 
 WARM_UP_TOKENS = 8
 COST_TOKENS = 16
