@@ -5,7 +5,7 @@ runs/<name>/recipe.yaml     the resolved recipe of the last command
             data/           token stores, prompts, ledger          (data_prep)
             checkpoints/    last/ to resume, best/ by tau          (train)
             logs/           metrics                                (train)
-            export/         folder for an engine, or our own       (export)
+            export/         folder for an engine, or our own       (export; its card also by validate and bench)
             report/         validation.json, tokens.jsonl, plots   (validate); report/bench/ likewise (bench)
 """
 
@@ -44,12 +44,6 @@ class Run:
     @property
     def logs(self) -> Path:
         return self.folder / "logs"
-
-    @property
-    def training_log(self) -> Path:
-        """The newest table of metrics; a resumed run begins a new one."""
-        tables = sorted(self.logs.rglob("metrics.csv"), key=lambda path: path.stat().st_mtime)
-        return tables[-1] if tables else self.logs / "metrics.csv"
 
     @property
     def export(self) -> Path:

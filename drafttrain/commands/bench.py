@@ -4,7 +4,7 @@ from pathlib import Path
 
 from data_prep.dialects import Broken, Reader
 from data_prep.rows import json_lines
-from drafttrain.commands.drafts import Draft, load
+from drafttrain.commands.drafts import Draft, load, refresh_card
 from drafttrain.data.store import TokenStore
 from drafttrain.decoding.methods import Method
 from drafttrain.errors import UserError
@@ -25,7 +25,7 @@ CALIBRATION = 32
 
 
 def run(recipe: Recipe, options: Options) -> None:
-    """Measure and write bench/ in the drafter's report (drafts.py). Raises UserError, also if fp32 output is not lossless."""
+    """Measure and write bench/ in the drafter's report (drafts.py), then the model card of the run's export. Raises UserError, also if fp32 output is not lossless."""
     folder, config = options.run, recipe.bench
     questions, skipped = read_questions(config.prompts) if config.prompts is not None else ([], [])
     held_out = TokenStore.open(folder.data / "held_out") if config.prompts is None else None
@@ -38,7 +38,11 @@ def run(recipe: Recipe, options: Options) -> None:
     calibration = _calibration(folder, config, target)
     with RunLock(folder.folder):
         folder.record("bench", recipe.plain())
-        bench(target, net, questions, config, draft.report / "bench", calibration=calibration, skipped=skipped, facts=facts)
+        try:
+            bench(target, net, questions, config, draft.report / "bench", calibration=calibration, skipped=skipped, facts=facts)
+        finally:
+            if draft.own:
+                refresh_card(folder)
 
 
 def read_questions(path: str) -> tuple[list[Question], list[Skipped]]:

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drafttrain.data.store import Manifest
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.measured import AsPublished
 from drafttrain.drafters.save import load_drafter
 from drafttrain.drafters.start_files import find, fitting
 from drafttrain.errors import UserError
 from drafttrain.export.card import MADE_FILE, report_of, write_card
+from drafttrain.export.card_bench import bench_of
+from drafttrain.export.card_figures import curve_kept
 from drafttrain.export.export import load_export
 from drafttrain.files import read_json
 from drafttrain.options import Options
@@ -25,6 +28,7 @@ from drafttrain.run import Run
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.target.target import Target
+from drafttrain.validation.curve import read_curve
 
 
 def load(config: TargetConfig) -> Target:
@@ -101,10 +105,11 @@ def export_hash(folder: Path) -> str | None:
 
 
 def refresh_card(run: Run) -> None:
-    """Write the export's model card again, with the report's numbers if the report is about these very weights."""
-    report = report_of(run.report)
+    """Write the export's model card and its figures again, with the numbers of those reports that are about these very weights."""
+    report, benchmark = report_of(run.report), bench_of(run.report)
     if (digest := export_hash(run.export)) is not None:
-        write_card(run.export, report if report is not None and report.get("export_hash") == digest else None)
+        found = (each if each is not None and each.get("export_hash") == digest else None for each in (report, benchmark))
+        write_card(run.export, *found)
 
 
 def training_facts(facts: dict) -> dict:
@@ -116,3 +121,27 @@ def training_facts(facts: dict) -> dict:
         "held-out tau while training": position.get("best_tau"),
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+ANSWERED = ("samples", "greedy", "temperature", "top_p")
+"""What of a token store's settings a card says."""
+
+
+def data_facts(run: Run) -> dict[str, Any]:
+    """Where the chats and the loss come from, for the model card of a drafter that this run trained: `data` by the store's manifest, `curve` by the
+    log. What is not there, or cannot be read, is left out: an export needs neither."""
+    found: dict[str, Any] = {}
+    try:
+        manifest = Manifest.read(run.data / "train")
+        found["data"] = {
+            "chats": manifest.rows["kept"],
+            "tokens": manifest.tokens,
+            "supervised_tokens": manifest.supervised_tokens,
+            "sources": {name: ledger["kept"] for name, ledger in manifest.facts.get("sources", {}).items()},
+            "answers": {name: manifest.facts[name] for name in ANSWERED if name in manifest.facts},
+        }
+    except UserError:
+        pass
+    if curve := curve_kept(read_curve(run.logs)):
+        found["curve"] = curve
+    return found

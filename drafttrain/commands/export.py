@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from drafttrain.commands.drafts import load, refresh_card, training_facts
-from drafttrain.commands.export_source import find_source, load_source
+from drafttrain.commands.drafts import data_facts, load, refresh_card, training_facts
+from drafttrain.commands.export_source import find_source, load_source, trained_here
 from drafttrain.export.card import served_by
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
@@ -23,6 +23,7 @@ def run(recipe: Recipe, options: Options) -> None:
     with RunLock(folder.folder):
         folder.record("export", recipe.plain())
         told = training_facts(facts) | ({} if asked == "best" else {"checkpoint": Path(asked).name})  # a card is public
+        told |= data_facts(folder) if trained_here(source, folder) else {}
         made = export_drafter(net, target, folder.export, recipe.export, None, told)
         refresh_card(folder)
     format = format_named(made, str(folder.export))

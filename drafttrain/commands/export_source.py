@@ -38,6 +38,12 @@ def find_source(recipe: Recipe, run: Run) -> Path | TrainingState:
     return TrainingState.at(asked, run.checkpoints, recipe.export.pickle)
 
 
+def trained_here(source: Path | TrainingState, run: Run) -> bool:
+    """Whether it lies in the run's checkpoints, so that the run's data and log are its own."""
+    place = source if isinstance(source, Path) else source.place
+    return place.resolve().is_relative_to(run.checkpoints.resolve())
+
+
 def load_source(source: Path | TrainingState, recipe: Recipe, run: Run, target: Target) -> tuple[DrafterNet, dict[str, Any]]:
     """The net in eval mode, and what is known of its training. UserError for what is damaged, or no net of this recipe."""
     if isinstance(source, Path):

@@ -29,7 +29,7 @@ def run(recipe: Recipe, options: Options) -> None:
         "command": command_line(),
         "commit": commit(),
         **told,
-        **({"training_log": folder.training_log} if draft.own else {}),
+        **({"training_log": folder.logs} if draft.own else {}),
     }
     with RunLock(folder.folder):
         folder.record("validate", recipe.plain())
