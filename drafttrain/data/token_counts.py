@@ -10,7 +10,6 @@ from torch import Tensor
 from drafttrain import vocab
 from drafttrain.data.shards import Chat
 from drafttrain.data.store import TokenStore
-from drafttrain.errors import UserError
 
 LEFT_OUT = 4096
 """Most questions that are left out, one by one: their mean is then known to a few tenths of a percent, in about a second."""
