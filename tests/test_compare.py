@@ -132,6 +132,9 @@ def test_a_checkpoint_beside_an_export_is_compared_by_what_both_record(tiny_llam
     assert main(["compare", str(tmp_path / "best"), str(tmp_path / "export")]) == 0
     out = capsys.readouterr().out
     assert "init_args.fc_norm" in out and "fc_norm.0.weight" in out and "bfloat16" in out
+    assert (
+        "A: " in out and "a drafter as drafttrain's training saves it" in out and "(checkpoints/best)" not in out
+    )  # last_drafter is one too
 
 
 def test_shapes_in_our_own_config_are_left_to_the_tensors(tiny_llama, tmp_path):

@@ -56,11 +56,18 @@ def preview(
     token: str | None = None,
 ) -> list[str]:
     """What `push` would send, a sentence and then a line for each file. Sends nothing. Raises UserError where the push would be refused before
-    anything is sent."""
-    files, api = _files(Path(folder)), _opened(repo_id, endpoint, token)
-    there = _tried(lambda: _exists(api, repo_id, private, tag), f"Asking for {repo_id}", api.endpoint)
+    anything is sent. Without a login nothing is asked either, and the sentence says so."""
+    from huggingface_hub import get_token
+
+    files = _files(Path(folder))
+    if token or get_token():
+        api = _opened(repo_id, endpoint, token)
+        there = _tried(lambda: _exists(api, repo_id, private, tag), f"Asking for {repo_id}", api.endpoint)
+        what = "which exists" if there else f"made anew, {'private' if private else 'public'}"
+    else:
+        _check_name(repo_id)
+        what = "not asked whether it exists, for no login is stored on this machine, and the push will need one"
     sizes = {name: path.stat().st_size for name, path in files.items()}
-    what = "which exists" if there else f"made anew, {'private' if private else 'public'}"
     named = "" if tag is None else f" and be tagged {tag}"
     total = f"{len(sizes)} files, {sum(sizes.values()):,} bytes"
     first = f"dry run, nothing is sent: {total} would go to {repo_id} ({what}), branch {revision or 'main'}, in one commit{named}"

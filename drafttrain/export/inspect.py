@@ -166,7 +166,7 @@ def _fc_layers(reading: Reading) -> int:
 
 
 def _checkpoint(reading: Reading, record: Mapping[str, Any]) -> Kind | None:
-    """A folder that training wrote, checkpoints/best."""
+    """A folder that training wrote: checkpoints/best, checkpoints/last_drafter."""
     said = {key for key, value in record.items() if value is not None}
     if missing := sorted({"class_path", "init_args", "identity", "facts"} - said):
         reading.fault(
@@ -174,7 +174,7 @@ def _checkpoint(reading: Reading, record: Mapping[str, Any]) -> Kind | None:
         )
         return None
     name, options = record["class_path"], record["init_args"]
-    found = Published("a checkpoint of drafttrain (checkpoints/best)", name, {}, reading.tensors)
+    found = Published("a drafter as drafttrain's training saves it", name, {}, reading.tensors)
     d2t = reading.tensors.get("d2t")
     if d2t is None and reading.folder.whole:
         reading.fault("d2t is missing, which says what the drafter's tokens are; train again, or restore drafter.safetensors.")

@@ -131,12 +131,19 @@ def test_a_dry_run_is_refused_as_the_push_would_be(folder, hub):
     hub.repos["me/tiny-eagle3"] = Repo(private=False)
     for kwargs, words in (
         ({}, "is public"),
-        ({"token": None}, "needs a login"),
         ({"token": "hf_expired"}, "does not accept the login"),
     ):
         with pytest.raises(UserError, match=words) as caught:
             preview(folder, "me/tiny-eagle3", endpoint=hub.endpoint, **({"token": TOKEN} | kwargs))
         assert "hf_" not in str(caught.value)
+
+
+def test_a_dry_run_needs_no_login_and_then_asks_nobody(folder, hub):
+    first, *files = preview(folder, "me/tiny-eagle3", endpoint=hub.endpoint, token=None)
+    assert "would go to me/tiny-eagle3 (not asked whether it exists, for no login is stored" in first and len(files) == 4
+    assert not hub.requests
+    with pytest.raises(UserError, match="a repository is named owner/name"):
+        preview(folder, "me/tiny/eagle3", endpoint=hub.endpoint, token=None)
 
 
 def test_a_push_that_dies_in_the_middle_goes_on_where_it_was(folder, hub):
