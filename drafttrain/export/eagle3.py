@@ -234,6 +234,10 @@ def read_engine_config(config: dict[str, Any], where: str) -> Eagle3Facts:
         )
         if config.get("layer_types") not in (None, ["sliding_attention"]):
             wrong.append(f"layer_types is {config['layer_types']}, but ours is one that slides, or is not written")
+        if config.get("layer_types") and type(facts.window) is not int:
+            wrong.append(
+                f"layer_types says that a layer slides, but sliding_window is {facts.window!r} instead of a number of positions"
+            )
     return facts
 
 

@@ -15,6 +15,7 @@ from drafttrain.export import eagle3 as module
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.eagle3 import embedding_gap
 from drafttrain.export.export import export_drafter, load_export
+from drafttrain.export.inspect import inspect_folder
 from drafttrain.target.target import own_attention
 from drafttrain.types import Features, Sequences
 from drafttrain.vocab import DraftVocabulary
@@ -344,6 +345,17 @@ def test_tensors_of_others_are_checked_too(tiny_llama, tmp_path, change, complai
     edit_tensors(tmp_path / "export", change)
     with pytest.raises(UserError, match=complaint):
         load_export(tmp_path / "export", tiny_llama)
+
+
+@pytest.mark.parametrize("value", [None, True, "5"])
+def test_a_layer_that_slides_by_no_number_is_refused(tiny_llama, tmp_path, value):
+    """It would be read as a drafter that sees all, which is another one, by `inspect` too."""
+    export_drafter(make_net(tiny_llama, window=5), tiny_llama, tmp_path / "export", FLOAT32, None)
+    assert not inspect_folder(str(tmp_path / "export")).faults
+    edit_config(tmp_path / "export", sliding_window=value)
+    with pytest.raises(UserError, match="sliding_window is|drafter.init_args.window is"):
+        load_export(tmp_path / "export", tiny_llama)
+    assert any("sliding_window" in fault for fault in inspect_folder(str(tmp_path / "export")).faults)
 
 
 def test_an_export_of_another_target_is_refused(targets, tmp_path):
