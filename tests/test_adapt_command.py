@@ -118,6 +118,21 @@ def test_a_named_drafter_begins(made, tmp_path, capsys):
     assert (run / "checkpoints" / "best" / "drafter.json").exists()  # no update yet: the one it began with
 
 
+def test_a_drafter_unlike_the_recipes_is_said(made, tmp_path, capsys):
+    prompts, unlike = written(tmp_path / "p.jsonl", rows(2)), "is another than the recipe's"
+    assert main(["adapt", *made[0], "--prompts", prompts]) == 0
+    assert unlike not in capsys.readouterr().err
+    assert main(["adapt", *made[0], "--prompts", prompts, "--drafter.init_args.depth", "2"]) == 0
+    assert f"{unlike}, and its own options count: drafter.init_args.depth is 2, its own 3\n" in capsys.readouterr().err
+
+
+def test_a_drafter_that_is_not_there_is_refused_before_the_target_is_loaded(made, tmp_path, capsys):
+    prompts = written(tmp_path / "p.jsonl", rows(2))
+    assert main(["adapt", *made[0], "--prompts", prompts, "--draft", str(tmp_path / "none")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: --draft is {tmp_path}/none, but there is no such folder") and "loading" not in err
+
+
 GOOD = {"prompt": "hello there", "id": "mine"}
 BAD = [
     ("{", "it is not JSON"),

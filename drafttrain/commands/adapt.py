@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from drafttrain.commands.drafts import load_draft
 from drafttrain.commands.prompt_stream import Lines, PromptStream
+from drafttrain.drafters.base import DrafterConfig
 from drafttrain.errors import UserError
 from drafttrain.export.card import MADE_FILE
 from drafttrain.files import RunLock, explain_full_disk, restore_folder
@@ -52,11 +53,14 @@ def run(recipe: Recipe, options: Options) -> None:
     folder = options.run
     with _opened(options.prompts) as handle, _written(options.out) as out, RunLock(folder.folder), StopSignal() as stop:
         folder.record("adapt", recipe.plain())
-        _say(f"loading {recipe.target.path}")
-        target = load_target(recipe.target)
         files = AdaptFiles(folder.checkpoints, folder.logs, _facts(recipe))
         draft = _start(folder, files, options.draft)
-        adapter = Adapter(target, load_draft(draft, target), sections, files, stop, _say)
+        _say(f"loading {recipe.target.path}")
+        target = load_target(recipe.target)
+        net = load_draft(draft, target)
+        for line in _unlike(recipe.drafter, net.config):
+            _say(line)
+        adapter = Adapter(target, net, sections, files, stop, _say)
         _say(f"adapting {draft}, {adapter.progress.updates} updates so far; answers go to {options.out or 'stdout'}")
         prompts = PromptStream(Lines(handle, stop), target, recipe.adapt.max_tokens, adapter.roller.drafts, _say)
         before = adapter.progress.prompts
@@ -73,12 +77,32 @@ def _start(folder: Run, files: AdaptFiles, asked: Path | None) -> Path:
         restore_folder(files.last_drafter)
         return files.last_drafter if files.last_drafter.exists() else files.best  # of either only the shape is needed
     if asked is not None:
+        if not os.path.isdir(asked):
+            raise UserError(
+                f"--draft is {asked}, but there is no such folder; give a drafter of drafttrain (checkpoints/best, or an export)."
+            )
         return asked
     for place, sign in ((folder.best, "drafter.json"), (folder.export, MADE_FILE)):  # best is in fp32, an export may be rounded
         if (place / sign).exists():
             return place
     raise UserError(
         f"{folder.folder}/ has no drafter to begin with (checkpoints/best/ or export/): run train with this recipe first, or name one with --draft."
+    )
+
+
+def _unlike(asked: DrafterConfig, loaded: DrafterConfig) -> list[str]:
+    """Where the recipe says something else of the drafter than the one that learns, whose own options count."""
+    if type(asked) is not type(loaded):
+        found = [f"drafter.class_path is {type(asked).__name__}, its own {type(loaded).__name__}"]
+    else:
+        own = vars(loaded)
+        found = [
+            f"drafter.init_args.{key} is {value}, its own {own[key]}" for key, value in vars(asked).items() if value != own[key]
+        ]
+    return (
+        [f"note: the drafter that learns is another than the recipe's, and its own options count: {'; '.join(found)}"]
+        if found
+        else []
     )
 
 
