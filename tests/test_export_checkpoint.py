@@ -13,6 +13,7 @@ from tiny_run import make_run, start
 
 from drafttrain.cli import main
 from drafttrain.errors import UserError
+from drafttrain.target.load import load_target
 from drafttrain.tasks.state_weights import TrainingState
 
 RECIPE = """\
@@ -226,3 +227,16 @@ def test_a_folder_of_deepspeed_that_was_interrupted_is_refused_by_what_it_lacks(
     with pytest.raises(UserError, match="was interrupted while it was written, or copied in part") as caught:
         TrainingState.at(str(folder), tmp_path, pickles=False).weights()
     assert words in str(caught.value) and str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("format", "reason"),
+    [("transformers", "it loads stand-alone language models alone"), ("speculators", None)],
+)
+def test_a_form_that_no_such_drafter_has_is_refused_before_the_target_is_loaded(made, capsys, monkeypatch, format, reason):
+    loaded = []
+    monkeypatch.setattr("drafttrain.commands.export.load", lambda config: loaded.append(config) or load_target(config))
+    assert export(made, "--export.format", format) == (2 if reason else 0)
+    assert len(loaded) == (0 if reason else 1)
+    if reason:
+        assert f"drafters of class Eagle3 cannot be written for transformers: {reason}" in capsys.readouterr().err

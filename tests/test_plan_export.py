@@ -72,6 +72,8 @@ def test_an_export_that_would_be_refused_is_said_and_nothing_else_is(tmp_path, t
     quiet = {"optimizer": {"warmup_steps": 0}, "prepare": {"held_out": 3}, "bench": {"methods": ["Lookup"]}}
     _, lines = plan(HEAD, export={"format": "sglang"}, **quiet)
     [said] = warnings(lines)
-    assert said.startswith("warning: export would refuse: export.format is sglang, but a Medusa cannot be written for SGLang")
+    assert said.startswith(
+        "warning: export would refuse: export.format is sglang, but drafters of class Medusa cannot be written for SGLang"
+    )
     assert line(lines, "disk, checkpoints: ").endswith("; export: none")
     assert not warnings(plan(HEAD, export={"format": "native"}, **quiet)[1])

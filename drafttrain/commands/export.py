@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from drafttrain.commands.drafts import data_facts, load, refresh_card, training_facts
-from drafttrain.commands.export_source import find_source, load_source, trained_here
+from drafttrain.commands.export_source import class_of, find_source, load_source, trained_here
 from drafttrain.export.card import served_by
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
 from drafttrain.export.hub import preview, push
-from drafttrain.export.registry import format_named
+from drafttrain.export.registry import format_named, require_form
 from drafttrain.files import RunLock
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
@@ -18,6 +18,7 @@ def run(recipe: Recipe, options: Options) -> None:
     """Export the drafter that `export.checkpoint` names. Raises UserError."""
     folder, asked = options.run, recipe.export.checkpoint
     source = find_source(recipe, folder)
+    require_form(class_of(source, recipe), recipe.export.format)
     target = load(recipe.target)
     net, facts = load_source(source, recipe, folder, target)
     with RunLock(folder.folder):

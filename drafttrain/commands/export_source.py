@@ -8,8 +8,9 @@ from safetensors import safe_open
 
 from drafttrain.data.store import TokenStore
 from drafttrain.data.token_counts import count
-from drafttrain.drafters.base import DrafterNet
-from drafttrain.drafters.save import load_drafter
+from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.registry import known_drafters
+from drafttrain.drafters.save import load_drafter, read_record
 from drafttrain.drafters.start_files import unlike
 from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.drafters.warm_start import kept_vocabulary
@@ -42,6 +43,12 @@ def trained_here(source: Path | TrainingState, run: Run) -> bool:
     """Whether it lies in the run's checkpoints, so that the run's data and log are its own."""
     place = source if isinstance(source, Path) else source.place
     return place.resolve().is_relative_to(run.checkpoints.resolve())
+
+
+def class_of(source: Path | TrainingState, recipe: Recipe) -> type[DrafterConfig]:
+    """What was trained, as far as that can be told without the target."""
+    named = read_record(source)["class_path"] if isinstance(source, Path) and (source / SAVED).exists() else None
+    return known_drafters().get(str(named), type(recipe.drafter))
 
 
 def load_source(source: Path | TrainingState, recipe: Recipe, run: Run, target: Target) -> tuple[DrafterNet, dict[str, Any]]:

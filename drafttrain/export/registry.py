@@ -1,6 +1,6 @@
 """Which formats a drafter can be written in, best first: a new drafter adds one line. Every one can be written as `native` besides."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,11 @@ ENTRIES: dict[type[DrafterConfig], Entry] = {
     Medusa: Entry((MedusaFormat(),), "no release of SGLang loads Medusa heads, and vLLM up to 0.26 alone"),
     Hydra: Entry(otherwise="no engine loads Hydra; drafttrain's own loop is the runtime"),
 }
+OTHERS = {
+    "transformers": "it loads stand-alone language models alone (class Independent)",
+    "speculators": "the library has no form of it",
+}
+"""Of those who are no engine: why they load none but the drafters that have a form for them."""
 FORMATS = {format.name: format for entry in ENTRIES.values() for format in entry.formats} | {NATIVE.name: NATIVE}
 """Name -> format: what a folder can be."""
 
@@ -67,17 +72,29 @@ def choose_format(net: DrafterNet, target: Target, asked: str | None) -> tuple[F
         return format, ([] if entry.formats else [_sentence(otherwise)]) + _notes(format.engine_names, refused)
     if asked == NATIVE.name:
         return NATIVE, _native_notes(entry.formats, otherwise, net, target)
+    require_form(type(net.config), asked, lambda format: format.refusal(net, target) is None)
     asked_for = [format for format in entry.formats if asked in format.engine_names]
-    if not asked_for:
-        others = {name: None for format in entry.formats if format.refusal(net, target) is None for name in format.engine_names}
-        raise UserError(
-            f"export.format is {asked}, but a {name} cannot be written for {NAMES[asked]}: {otherwise}. "
-            f"Set it to {' or '.join([*others, 'native'])}."
-        )
     format, refused = _first(asked_for, net, target)
     if format in refused:
         raise UserError(f"export.format is {asked}, but this drafter cannot be written for {NAMES[asked]}: {refused[format]}.")
     return format, _notes(format.engine_names, refused)
+
+
+def require_form(drafter: type[DrafterConfig], asked: str | None, fits: Callable[[Format], bool] = lambda format: True) -> None:
+    """UserError where no drafter of this class can ever be written as asked: what can be told before a target is loaded. Named as the way out
+    are the forms that the drafter at hand `fits`."""
+    entry = ENTRIES.get(drafter, Entry())
+    if asked in (None, NATIVE.name) or any(asked in format.engine_names for format in entry.formats):
+        return
+    forms = list(
+        dict.fromkeys([*(name for format in entry.formats if fits(format) for name in format.engine_names), NATIVE.name])
+    )
+    reason = (
+        OTHERS.get(asked) or entry.otherwise or f"this version of drafttrain knows no form of a {drafter.__name__} that it loads"
+    )
+    raise UserError(
+        f"export.format is {asked}, but drafters of class {drafter.__name__} cannot be written for {NAMES[asked]}: {reason}. Set it to {_listed(forms, 'or')}."
+    )
 
 
 def _first(formats: Sequence[Format], net: DrafterNet, target: Target) -> tuple[Format, dict[Format, str]]:

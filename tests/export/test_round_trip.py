@@ -32,7 +32,8 @@ def why_not(name: str, asked: str, size: str, architecture: str) -> str | None:
     if asked == "native":
         return None
     if asked not in {engine for format in entry.formats for engine in format.engine_names}:
-        return re.escape(entry.otherwise) or "knows no form of"
+        others = {"transformers": "stand-alone language models alone", "speculators": "the library has no form of it"}
+        return others.get(asked) or re.escape(entry.otherwise) or "knows no form of"
     rules = (
         {
             ("eagle1", "vllm"): (reduced, "every token of the target"),
