@@ -6,6 +6,8 @@
     --tiny --device cpu                                        # shrunken targets, to see that it runs
     --show race.json more.json                                 # the tables of runs that were made
 
+    --together --compile-seconds 300                           # all compile side by side, and are measured alone, one behind the other, when the last is warm
+
 Every contender is a process of its own (race_worker.py, which says what it computes), so that its peak of memory and its caches are its own; `cold` begins
 with empty caches of torch.compile and Triton, `warm` runs again with what cold left. All get rows of --length tokens, one row a step.
 
@@ -22,6 +24,7 @@ operations counted by flops.py over the seconds, over the measured rate of an 81
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,16 +50,55 @@ class Field:
         self.work = Path(args.work or tempfile.mkdtemp(prefix="race-"))
         self.work.mkdir(parents=True, exist_ok=True)
 
-    def run(self, shape: str, drafter: str, size: int, contender: str, cache: str) -> dict[str, Any] | None:
-        args, name = self.args, f"{shape} {drafter} {size} {contender}"
+    def run(self, shape: str, drafter: str, size: int, contender: str, cache: str) -> None:
         left = self.until - time.monotonic()
         if left < 5:
-            print(f"{name}, {cache}: not measured, since time was up", flush=True)
-            return None
+            print(f"{shape} {drafter} {size} {contender}, {cache}: not measured, since time was up", flush=True)
+            return
+        process, *kept = self._start(shape, drafter, size, contender, cache)
+        try:
+            process.wait(left)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            process.returncode = None
+        self._read(process, *kept)
+
+    def together(self, cases: list[tuple[str, str, int, str]]) -> None:
+        """All at once; the gate opens when all are warm or at an end, or after --compile-seconds for those that are."""
+        gate, opens = self.work / "gate", time.monotonic() + self.args.compile_seconds
+        shutil.rmtree(gate, ignore_errors=True)
+        gate.mkdir()
+        started = [(*self._start(*case, "cold", gate), "-".join(map(str, case))) for case in cases]
+        while time.monotonic() < min(opens, self.until):
+            if all(process.poll() is not None or (gate / name).exists() for process, *_, name in started):
+                break
+            time.sleep(0.1)
+        late = [process for process, *_, name in started if process.poll() is None and not (gate / name).exists()]
+        for process in late:
+            process.kill()
+        (gate / "open").touch()
+        for process, *kept, _ in started:
+            try:
+                process.wait(max(self.until - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                late.append(process)
+            if process in late:
+                process.returncode = None
+            self._read(process, *kept)
+
+    def _start(
+        self, shape: str, drafter: str, size: int, contender: str, cache: str, gate: Path | None = None
+    ) -> tuple[Any, ...]:
+        """The process, and what its result is read by."""
+        args, name = self.args, f"{shape} {drafter} {size} {contender}"
         case: dict[str, Any] = {
             "shape": shape, "drafter": drafter, "size": size, "contender": contender, "length": args.length, "anchors": args.anchors,
             "draft_vocab": args.draft_vocab, "warmup": args.warmup, "steps": args.steps, "device": args.device, "tiny": args.tiny,
             "hardware": args.hardware, "optimizer": args.optimizer, "ours": args.ours, "theirs": args.theirs, "began": time.time(),
+            "gate": str(gate.resolve()) if gate else None,
             "profile": str(args.profile.resolve()) if args.profile and contender in OURS and cache == args.caches[-1] else None,
         }  # fmt: skip
         files = [self.work / f"{name.replace(' ', '-')}-{cache}.{end}" for end in ("case.json", "result.json", "log")]
@@ -67,27 +109,26 @@ class Field:
         if args.speculators and contender == "speculators":
             environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(args.speculators.resolve()), environ.get("PYTHONPATH")]))
         command = [sys.executable, str(HERE / "race_worker.py"), str(files[0]), str(files[1])]
-        try:
-            with open(files[2], "w") as log:
-                done = subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT, timeout=left).returncode
-        except subprocess.TimeoutExpired:
-            done = None
+        with open(files[2], "w") as log:
+            return subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT), name, cache, files
+
+    def _read(self, process: Any, name: str, cache: str, files: list[Path]) -> None:
+        args, done = self.args, process.returncode
         if done != 0 or not files[1].is_file():
             why = "time was up" if done is None else f"exit code {done}"
             tail = "\n    ".join(files[2].read_text().splitlines()[-6:])
             print(f"{name}, {cache}: failed, {why}\n    {tail}", flush=True)
-            return None
+            return
         found: dict[str, Any] = json.loads(files[1].read_text()) | {"cache": cache}
         self.runs.append(found)
-        if contender != "rate":
+        if found["case"]["contender"] != "rate":
             print(
                 f"{name}, {cache}: {found['tokens_per_second']:,.0f} tokens/s, {1e3 * found['seconds']:.1f} ms a step, {found['peak'] / GIB:.2f} GiB, "
-                f"first step at {found['first_step_at']:.1f} s, steady at {found['steady_at']:.1f} s; {found['trained']:,} weights trained; {found['how']}",
+                f"first step at {found['first_step_at']:.1f} s, steady at {found['steady_at'] or float('nan'):.1f} s; {found['trained']:,} weights trained; {found['how']}",
                 flush=True,
             )
         if args.out:
             args.out.write_text(json.dumps(self.runs, indent=1))
-        return found
 
 
 def tables(runs: list[dict[str, Any]]) -> list[str]:
@@ -117,7 +158,7 @@ def tables(runs: list[dict[str, Any]]) -> list[str]:
         cells.append(f"{one['peak'] / GIB:.2f}" if one["peak"] else "")
         cells.append(f"{one['peak'] / theirs['peak']:.2f}" if theirs and theirs["peak"] else "")
         cells.append(f"{flop / one['seconds'] / rate:.1%}" if flop and rate else "")
-        cells += [f"{caches[cache]['steady_at']:.1f}" if cache in caches else "" for cache in ("cold", "warm")]
+        cells += [f"{found:.1f}" if (found := caches.get(cache, {}).get("steady_at")) else "" for cache in ("cold", "warm")]
         lines.append(f"| {' | '.join(cells)} |")
         if one.get("work"):
             counted += ["", f"{key[0]}, {key[1]} {key[2]}, {key[3]} (the first row's work; MFU takes the mean of the rows):"]
@@ -148,6 +189,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"])
     parser.add_argument("--ours", type=str.split, default=[], help="more of the recipe: '--objective.init_args.chunk 0'")
     parser.add_argument("--theirs", type=str.split, default=[], help="more of their flags: '--full-attention-indices 0'")
+    parser.add_argument("--together", action="store_true", help="of cold caches; the start is not timed then")
+    parser.add_argument("--compile-seconds", type=float, default=300.0)
     parser.add_argument("--speculators", type=Path)
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--device", default="cuda")
@@ -169,13 +212,19 @@ def main() -> None:
         return
     field = Field(args)
     field.run(args.targets[0], "eagle3", 1, "rate", "cold")
-    for shape in args.targets:
-        for name in args.drafters:
-            drafter, _, size = name.rpartition("-")
-            for cache in args.caches:
-                for contender in args.contenders:
-                    if not (contender == "ours-frozen-head" and drafter == "dflash"):  # its head is the target's
-                        field.run(shape, drafter, int(size), contender, cache)
+    cases = [
+        (shape, drafter, int(size), contender, cache)
+        for shape in args.targets
+        for drafter, _, size in (name.rpartition("-") for name in args.drafters)
+        for cache in args.caches
+        for contender in args.contenders
+        if not (contender == "ours-frozen-head" and drafter == "dflash")  # its head is the target's
+    ]
+    if args.together:
+        field.together(list(dict.fromkeys(case[:4] for case in cases)))
+    else:
+        for case in cases:
+            field.run(*case)
     print("\n".join(["", *tables(field.runs)]))
     if not any(run["case"]["contender"] != "rate" for run in field.runs):
         raise SystemExit("nothing was measured")
