@@ -18,7 +18,10 @@ class AdaptConfig:
     every: int = 8
     """Answered prompts that an update learns from."""
     steps: int = 1
-    """Optimizer steps of an update, all on the same answers."""
+    """Optimizer steps of an update."""
+    buffer: int | None = None
+    """Newest answers that an update may learn from: its first step learns from the `every` new ones, each further step from as many drawn from these.
+    null: all steps learn from the new ones (as published). They are kept in memory alone, so a run that is started again begins with none."""
     replay: str = "first_rejection"
     """first_rejection: of every round only the place of the first rejected draft, where the target put its own token. rounds: all that the
     objective scores of a round; with OnPolicyDistillation that is what was rejected too."""
@@ -43,6 +46,12 @@ class AdaptConfig:
 
     def __post_init__(self):
         require_answering("adapt", self, ("every", "steps", "max_tokens", "slots", "guard_prompts", "guard_every"), REPLAYS)
+        if self.buffer is not None and (
+            isinstance(self.buffer, bool) or not isinstance(self.buffer, int) or self.buffer < self.every
+        ):
+            raise UserError(
+                f"adapt.buffer is {self.buffer!r}, but must be a number of answers, at least the {self.every} of an update (adapt.every), or null."
+            )
         if self.hold_out_every < 2:
             raise UserError(f"adapt.hold_out_every is {self.hold_out_every}, but must be 2 or more: the others are learnt from.")
         if not 0 <= self.fall < 1:

@@ -10,6 +10,7 @@ Shapes: B packed rows, T tokens.
 """
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +88,7 @@ class Learner:
         self.optimizer = make_optimizer(sections.optimizer, net, self.device.type == "cuda", token_sides(net))
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.steps = 0
+        self._kept: deque[Rollout] = deque(maxlen=sections.adapt.buffer)
 
     @property
     def lr(self) -> float:
@@ -99,20 +101,36 @@ class Learner:
         Returns:
             The mean loss; None where there was nothing to learn, and no step was made. Not finite: then learning broke off at that step.
         """
-        sequences, features, layout = self._replayed(rollouts)
-        counts = self.sections.objective.counts(layout, self.depth)
-        if not scored_elements(counts):
+        config = self.sections.adapt
+        batch = newest = self._batch(rollouts)
+        if config.buffer is not None:
+            self._kept.extend(rollouts)
+        if newest is None:
             return None
-        batch = sequences.to(self.device), features.to(self.device), layout.to(self.device)
         stream = np.random.SeedSequence([self.sections.seed, update])
+        draws = np.random.default_rng(stream.spawn(1)[0])
         losses: list[float] = []
         self.net.train()
         with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
             torch.manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))
-            while len(losses) < self.sections.adapt.steps and all(map(math.isfinite, losses)):
-                losses.append(self._step(batch, counts))
+            for step in range(config.steps):
+                if step and config.buffer is not None:
+                    chosen = draws.choice(len(self._kept), size=min(len(rollouts), len(self._kept)), replace=False)
+                    batch = self._batch([self._kept[i] for i in sorted(chosen)])
+                if batch is not None:
+                    losses.append(self._step(*batch))
+                    if not math.isfinite(losses[-1]):
+                        break
         self.net.eval()
         return sum(losses) / len(losses)
+
+    def _batch(self, rollouts: Sequence[Rollout]) -> tuple[tuple[Sequences, Features, ReplayLayout], dict[str, float]] | None:
+        """What the answers teach, on the device, and what it is divided by; None if they teach nothing."""
+        sequences, features, layout = self._replayed(rollouts)
+        counts = self.sections.objective.counts(layout, self.depth)
+        if not scored_elements(counts):
+            return None
+        return (sequences.to(self.device), features.to(self.device), layout.to(self.device)), counts
 
     def _replayed(self, rollouts: Sequence[Rollout]) -> tuple[Sequences, Features, ReplayLayout]:
         """What the answers teach, on the CPU."""

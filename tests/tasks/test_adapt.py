@@ -205,6 +205,60 @@ def first_places(rollout):
     return torch.arange(rollout.rounds.final_RPD.shape[1]) == rollout.rounds.accepted_R[:, None]
 
 
+def test_later_steps_learn_from_the_newest_answers_kept(domains, tmp_path, monkeypatch):
+    """The first step of an update takes its new answers, each further one as many of the buffer, drawn anew; which ones follows from seed and update."""
+    learner = adapter(domains, tmp_path, steps=5, buffer=10).learner
+    rollouts = adapter(domains, tmp_path).roller.answer([replace(p, key=f"{i}") for i, p in enumerate(prompts_of(A, 16, seed=1))])
+    rollouts.sort(key=lambda r: int(r.key))
+    read, replayed = [], learner._replayed
+    monkeypatch.setattr(learner, "_replayed", lambda given: read.append([int(r.key) for r in given]) or replayed(given))
+    start = learner.learnt()
+
+    def drawn():
+        learner.go_back(start)
+        learner._kept.clear()
+        read.clear()
+        for update in range(4):
+            learner.learn(rollouts[4 * update : 4 * update + 4], update)
+        return [list(keys) for keys in read]
+
+    steps = drawn()
+    assert len(steps) == 4 * 5 and learner.steps == 20
+    for update in range(4):
+        first, *later = steps[5 * update : 5 * update + 5]
+        newest = list(range(4 * update, 4 * update + 4))
+        kept = range(max(0, newest[-1] + 1 - 10), newest[-1] + 1)
+        assert first == newest
+        assert all(len(set(keys)) == 4 and set(keys) <= set(kept) for keys in later)
+    assert min(min(keys) for keys in steps[16:]) < 12  # answers of earlier updates come again
+    assert len({tuple(keys) for keys in steps[16:]}) > 1
+    found = learner.learnt()
+    assert drawn() == steps and same(learner.learnt(), found)
+
+
+def test_a_buffer_changes_no_first_step(domains, tmp_path):
+    rollouts = adapter(domains, tmp_path).roller.answer(prompts_of(A, 4, seed=1))
+    found = []
+    for buffer in (None, 8):
+        learner = adapter(domains, tmp_path, buffer=buffer).learner
+        learner.learn(rollouts, update=0)
+        found.append(learner.learnt())
+    assert same(*found)
+
+
+def test_a_drawn_batch_with_nothing_to_learn_is_no_step(domains, tmp_path):
+    """Answers that teach stand beside some that do not: a draw of those alone divides by nothing and makes no step."""
+    learner = adapter(domains, tmp_path, steps=40, every=2, buffer=2).learner
+    a, b = adapter(domains, tmp_path).roller.answer(prompts_of(A, 2, seed=1))
+    assert learner.learn([a], update=0) is not None and learner.steps == 40
+    empty = replace(b, ids=b.ids[: b.prompt_len + 1], taps_TAD=b.taps_TAD[: b.prompt_len + 1], final_TD=b.final_TD[: b.prompt_len + 1],
+                    accepted=[], rounds=replace(b.rounds, **{f: getattr(b.rounds, f)[:0] for f in vars(b.rounds)}))  # fmt: skip
+    learner._kept.append(empty)
+    taken = learner.steps
+    loss = learner.learn([a], update=1)
+    assert loss is not None and loss == loss and taken < learner.steps < taken + 40
+
+
 def test_held_out_prompts_are_never_learnt_from(domains, tmp_path):
     """Other prompts in the places that are held out lead to the same drafter bit for bit, another one elsewhere does not."""
     prompts = prompts_of(A, 24, seed=0)

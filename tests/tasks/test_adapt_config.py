@@ -21,6 +21,9 @@ from drafttrain.tasks.adapt_config import AdaptConfig
         ("temperature", -1.0),
         ("fall", 1.0),
         ("replay", "text"),
+        ("buffer", 7),
+        ("buffer", True),
+        ("buffer", 16.0),
     ],
 )
 def test_config_refuses_nonsense(key, value):
