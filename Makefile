@@ -5,6 +5,8 @@ VENV ?= .venv
 PYTHON ?= python3
 RECIPE ?= recipes/smollm2-135m/eagle3.yaml
 PY := $(VENV)/bin/python
+# Tests of several files at once, each file by one process (a test computes with one thread).
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(os.cpu_count() or 1, 4))')
 # Without an NVIDIA GPU one torch release is asked for (constraints-cpu.txt): the newest would bring gigabytes of CUDA libraries.
 CONSTRAINTS := $(shell nvidia-smi -L >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 
@@ -17,7 +19,7 @@ test: setup-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m pytest -q --durations=10
+	$(PY) -m pytest -q --durations=10 -n $(WORKERS) --dist loadfile
 
 test-slow: setup-dev
 	$(PY) -m pytest -q -m slow --durations=0

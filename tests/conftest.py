@@ -1,5 +1,9 @@
 """Tiny random targets of several architectures, built once per session and loaded the way a user's target is."""
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the commands that tests start: two test files run at once
+
 import pytest
 import torch
 from tiny import ARCHITECTURES, build_target_folder
