@@ -99,7 +99,7 @@ class Field:
             "draft_vocab": args.draft_vocab, "warmup": args.warmup, "steps": args.steps, "device": args.device, "tiny": args.tiny,
             "hardware": args.hardware, "optimizer": args.optimizer, "ours": args.ours, "theirs": args.theirs, "began": time.time(),
             "gate": str(gate.resolve()) if gate else None,
-            "profile": str(args.profile.resolve()) if args.profile and contender in OURS and cache == args.caches[-1] else None,
+            "profile": str(args.profile.resolve()) if args.profile and contender in OURS and (gate or cache == args.caches[-1]) else None,
         }  # fmt: skip
         files = [self.work / f"{name.replace(' ', '-')}-{cache}.{end}" for end in ("case.json", "result.json", "log")]
         files[0].write_text(json.dumps(case))

@@ -159,12 +159,12 @@ class Timer:
         if self.done == self.first:
             if case.cuda:
                 torch.cuda.reset_peak_memory_stats()
-            self._since = time.perf_counter()
+            self._since, self._from = time.perf_counter(), time.time()
         if self.done == self.first + case.steps:
             case.wait()
-            self.seconds = (time.perf_counter() - self._since) / case.steps
+            self.seconds, self._to = (time.perf_counter() - self._since) / case.steps, time.time()
             self.peak = torch.cuda.max_memory_allocated() if case.cuda else 0
-            if self.gate:
+            if self.gate and not case.profile:  # else the process's end opens it
                 self.gate.leave()
 
     @property
@@ -183,6 +183,7 @@ class Timer:
             "seconds": self.seconds,
             "tokens_per_second": self.case.length / self.seconds,
             "peak": self.peak,
+            "measured_at": [self._from, self._to],
             "first_step_at": self.ends[0],
             "steady_at": None if self.gate else max([self.ends[0], *slow]),
             "warmup": took,

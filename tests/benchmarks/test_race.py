@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -119,8 +120,9 @@ def test_the_table_divides_by_theirs_and_by_the_rate():
 
 
 @pytest.mark.slow
-def test_the_script_runs_on_shrunken_targets(tmp_path):
-    out, flags = tmp_path / "race.json", ["--targets", "smollm2-135m", "--drafters", "eagle3-2,dflash-4", "--caches", "cold"]
+@pytest.mark.parametrize("way", [["--caches", "cold"], ["--together"]], ids=["one behind the other", "together"])
+def test_the_script_runs_on_shrunken_targets(tmp_path, way):
+    out, flags = tmp_path / "race.json", ["--targets", "smollm2-135m", "--drafters", "eagle3-2,dflash-4", *way]
     command = [sys.executable, str(SCRIPT), "--tiny", "--device", "cpu", *flags, "--contenders", "ours,online,ours-frozen-head"]
     done = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -129,3 +131,7 @@ def test_the_script_runs_on_shrunken_targets(tmp_path):
     assert all(run["tokens_per_second"] > 0 for run in runs.values())
     assert runs["eagle3", "online"]["flop"] > runs["eagle3", "ours"]["flop"] > runs["eagle3", "ours-frozen-head"]["flop"]
     assert "| smollm2-135m | dflash 4 | online |" in done.stdout
+    together = way == ["--together"]
+    spans = sorted(tuple(run["measured_at"]) for run in runs.values())
+    assert not together or all(end <= begin for (_, end), (begin, _) in pairwise(spans))
+    assert all((run["steady_at"] is None) == together for run in runs.values())
