@@ -190,6 +190,17 @@ def typed_path(where: str | Path) -> Path:
     return Path(os.path.expanduser(where))
 
 
+def public_place(where: str) -> str:
+    """A model's place as others may be told it: a local path by its last part alone, which says nothing of the machine; a Hub id, and a file of a
+    Python package, whole."""
+    if where.startswith("package:"):
+        return where
+    near = where.startswith((".", "~", os.sep)) or where.endswith(".gguf") or where.count("/") > 1
+    if not near and not os.path.exists(typed_path(where)):
+        return where
+    return os.path.basename(os.path.abspath(typed_path(where))) or "local"
+
+
 def human_bytes(count: float) -> str:
     """1_500_000 -> '1.5 MB' (powers of a thousand, as disks are sold)."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -16,7 +16,7 @@ from drafttrain.errors import UserError
 from drafttrain.export.card import base_model
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.registry import choose_format
-from drafttrain.files import human_bytes
+from drafttrain.files import human_bytes, public_place
 from drafttrain.target.target import Target
 
 
@@ -32,7 +32,9 @@ def exported(target: Target, net: DrafterNet, config: ExportConfig) -> tuple[str
     try:
         with _WithoutMemory():
             format, _ = choose_format(net, outlined, config.format)
-            written = format.write(net, outlined, dtype, base_model(identity, config.base_model) or identity["path"])
+            written = format.write(
+                net, outlined, dtype, base_model(identity, config.base_model) or public_place(identity["path"])
+            )
             return human_bytes(sum(tensor.nbytes for tensor in written.rounded(dtype).values())), []
     except UserError as error:
         return "none", [f"warning: export would refuse: {error}"]

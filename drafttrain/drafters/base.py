@@ -9,8 +9,9 @@ A parity test holds the two together; the decoding face may never call `rows`.
 Shapes: B batch rows in play, R rows of this call, W nodes of this call, T feature rows, H what the head reads, N rows, Vd draft vocabulary.
 """
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -19,12 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.errors import UserError
+from drafttrain.files import public_place
 from drafttrain.target.target import Target
 from drafttrain.types import Drafted, Features, Layout, Sequences
 from drafttrain.vocab import DraftVocabulary, Size
 
 WIDEST = (1 << 31) - 1
 """Positions of a window at most: engines keep it in 32 bits."""
+PLACES = ("model",)
+"""Options that name a place: a folder, or a Hub id."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,16 @@ class DrafterConfig:
     def build(self, target: Target, vocabulary: DraftVocabulary) -> "DrafterNet":
         """A fresh net on the target's device, its weights initialised from the target where that helps."""
         raise NotImplementedError
+
+    def rebuild(self, target: Target, vocabulary: DraftVocabulary, sizes: dict[str, Any]) -> "DrafterNet":
+        """A net like another one, whose weights are then filled in. `sizes`: what that one's `own_sizes` told."""
+        return self.build(target, vocabulary)
+
+
+def public_arguments(config: DrafterConfig) -> dict[str, Any]:
+    """The drafter's options as an export holds them. Its files have all of the model that it began with, so nothing reads that one's place again."""
+    plain = json.loads(json.dumps(asdict(config)))
+    return plain | {name: public_place(plain[name]) for name in PLACES if plain.get(name) is not None}
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,11 @@ class DrafterNet(nn.Module):
         """What layouts and proposers look up of it."""
         self.vocabulary, self.speaks_V = vocabulary, vocabulary.t2d
         self.register_buffer("speakable_V", vocabulary.ids, persistent=False)
+
+    def own_sizes(self) -> dict[str, Any]:
+        """Sizes that follow neither from the options nor from the target, as JSON can hold them: those of a model that it began with, which nobody
+        should have to find again. {} where there are none."""
+        return {}
 
     @property
     def dtype(self) -> torch.dtype:

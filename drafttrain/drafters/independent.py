@@ -15,7 +15,7 @@ Shapes: B batch, T tokens, Q drafting rows, K depths, E elements (T of the text,
 U tokens of a call (x_0, then those given), W nodes of a call, S slots seen (slot t holds token t), N scored rows.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -99,11 +99,7 @@ class Independent(DrafterConfig):
         vocabulary where one table is both embedding and head."""
         start = None if self.model is None else Checkpoint.open(self.model, target)
         sizes = self._fresh(target) if start is None else start.sizes
-        if sizes.tied and not vocabulary.is_full:
-            raise UserError(
-                "drafter.init_args.draft_vocab asks for a part of the tokens, but this drafter speaks with its table of all of them (tied); set "
-                "draft_vocab to null" + (", or tied to false." if start is None else ", or give a model with a head of its own.")
-            )
+        self._check_head(sizes, vocabulary)
         said = vocabulary if start is None else DraftVocabulary.full(target.vocab)
         net = IndependentNet(self, sizes, DecoderShape.of(target), said, first_token(target))
         if start is None:
@@ -112,6 +108,22 @@ class Independent(DrafterConfig):
             net.load_state_dict(start.weights(net.state_dict()))
         net.cut(vocabulary)
         return net.to(target.device)
+
+    def rebuild(self, target: Target, vocabulary: DraftVocabulary, sizes: dict[str, Any]) -> "IndependentNet":
+        """Without the model that it began with, which may be gone."""
+        if not sizes:
+            return self.build(target, vocabulary)
+        own = LanguageModel(**sizes | {"shape": DecoderShape(**sizes["shape"])})
+        self._check_head(own, vocabulary)
+        return IndependentNet(self, own, DecoderShape.of(target), vocabulary, first_token(target)).to(target.device)
+
+    def _check_head(self, sizes: LanguageModel, vocabulary: DraftVocabulary) -> None:
+        if sizes.tied and not vocabulary.is_full:
+            raise UserError(
+                "drafter.init_args.draft_vocab asks for a part of the tokens, but this drafter speaks with its table of all of them (tied); set "
+                "draft_vocab to null"
+                + (", or tied to false." if self.model is None else ", or give a model with a head of its own.")
+            )
 
     def _fresh(self, target: Target) -> LanguageModel:
         """Its own sizes; positions and norms as the target has them."""
@@ -189,6 +201,9 @@ class IndependentNet(DrafterNet):
             self.lm_head.weight = nn.Parameter(self.lm_head.weight.detach()[vocabulary.ids.to(self.lm_head.weight.device)])
             self.lm_head.out_features = len(vocabulary.ids)
         self.take_vocabulary(vocabulary)
+
+    def own_sizes(self) -> dict[str, Any]:
+        return {} if self.config.model is None else asdict(self.sizes)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -43,6 +43,8 @@ def save_drafter(
     tensors = {name: value.detach().cpu() for name, value in (weights or net.state_dict()).items()}
     write_tensors_atomic(making / "drafter.safetensors", tensors | {"d2t": net.vocabulary.d2t})
     record = {"class_path": type(config).__name__, "init_args": asdict(config), "identity": asdict(identity), "facts": facts}
+    if sizes := net.own_sizes():
+        record["own_sizes"] = sizes
     write_json_atomic(making / "drafter.json", record)
     if beside is not None:
         beside(making)
@@ -98,7 +100,7 @@ def load_drafter(folder: Path, target: Target) -> tuple[DrafterNet, dict]:
         raise UserError(
             f"{folder} holds a {record['class_path']} with other arguments than this version knows ({error}); update drafttrain."
         ) from error
-    net = config.build(target, DraftVocabulary.from_d2t(tensors.pop("d2t"), target.vocab))
+    net = config.rebuild(target, DraftVocabulary.from_d2t(tensors.pop("d2t"), target.vocab), record.get("own_sizes") or {})
     own = net.state_dict()
     missing, extra = sorted(set(own) - set(tensors)), sorted(set(tensors) - set(own))
     wrong = [

@@ -82,7 +82,7 @@ def trim(net: DrafterNet, target: Target, kept: DraftVocabulary) -> DrafterNet:
     lost = [token for token in target.end_ids if old.t2d[token] and not kept.t2d[token]]
     if lost:
         raise UserError(f"without the end-of-turn tokens {lost} a drafter never ends an answer; keep them.")
-    made = replace(net.config, draft_vocab=len(kept.ids)).build(target, kept)
+    made = replace(net.config, draft_vocab=len(kept.ids)).rebuild(target, kept, net.own_sizes())
     rows_N = torch.searchsorted(old.ids, kept.ids).to(target.device)
     made.load_state_dict(weights | {name: weights[name][rows_N] for name in net.words})
     return made.eval()

@@ -20,14 +20,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from drafttrain.drafters.base import DrafterConfig
+from drafttrain.drafters.base import PLACES, DrafterConfig
 from drafttrain.drafters.decoder import DecoderShape
 from drafttrain.drafters.mask_token import mask_token
 from drafttrain.drafters.published_layout import Published
 from drafttrain.drafters.source import Source, rope_of
 from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.errors import UserError
-from drafttrain.files import write_tensors_atomic
+from drafttrain.files import public_place, write_tensors_atomic
 from drafttrain.target.target import Target
 from drafttrain.vocab import Counts, DraftVocabulary, choose, coverage
 
@@ -121,6 +121,8 @@ class WarmStart(Source):
             return replace(self.config, **taps).taps_of(self.target)
         if name == "mask_token" and self.target.tokenizer is not None:  # a plan has none
             return mask_token(self.target, value)
+        if name in PLACES and value is not None:  # an export tells the last part of a path alone
+            return public_place(value)
         return value
 
 

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.base import DrafterConfig, DrafterNet, public_arguments
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.drafters.save import check_identity
 from drafttrain.errors import UserError
@@ -29,8 +29,10 @@ from drafttrain.export.config import DTYPES, ExportConfig
 from drafttrain.export.format import Format, Written, check_tensors
 from drafttrain.export.hub import name_warning
 from drafttrain.export.registry import choose_format, format_of
+from drafttrain.export.speculators import KIND
 from drafttrain.files import (
     explain_full_disk,
+    public_place,
     read_json,
     replace_folder,
     require_space,
@@ -41,7 +43,7 @@ from drafttrain.files import (
 )
 from drafttrain.layouts import one_chat
 from drafttrain.target.target import Target
-from drafttrain.types import Features, Sequences
+from drafttrain.types import Features, Identity, Sequences
 
 WEIGHTS = "model.safetensors"
 CHECK_TOKENS = 24
@@ -69,8 +71,9 @@ def export_drafter(
     _check_shape(net, target)
     format, notes = choose_format(net, target, config.format)
     _check_finite(net)
-    identity = asdict(target.identity)
-    written = format.write(net, target, dtype, base_model(identity, config.base_model) or identity["path"])
+    identity = public_identity(target.identity)
+    called = base_model(asdict(target.identity), config.base_model)
+    written = format.write(net, target, dtype, called or identity["path"])
     tensors = written.rounded(dtype)
     check_tensors(tensors, format.table(written.config, "the trained drafter"), dtype, "the trained drafter", format.loaders)
     begun = folder.with_name(folder.name + ".tmp")
@@ -85,6 +88,8 @@ def export_drafter(
             write_atomic(begun / name, content)
         check = check_export(begun, net, target, format, written, dtype)
         notes = [*notes, *format.notes(net, target), *_name_notes(config.push, format)]
+        if called is None and KIND in written.config and identity["path"] != target.identity.path:
+            notes.append(_unnamed(identity["path"]))
         made = _made(net, target, config, begun, format) | {
             "check": check,
             "notes": notes,
@@ -184,6 +189,19 @@ def _check_finite(net: DrafterNet) -> None:
         )
 
 
+def public_identity(identity: Identity) -> dict[str, Any]:
+    """The identity as an export holds it: what is compared stands whole, and of the place, which is for people, nothing that is the machine's own."""
+    return asdict(identity) | {"path": public_place(identity.path)}
+
+
+def _unnamed(called: str) -> str:
+    """What a target without a Hub id means to readers who look for it by name."""
+    return (
+        f"config.json calls the target {called}, the last part of its path here, since an export names no place of this machine: the speculators library "
+        "does not find it so. Set export.base_model to its Hub id, or write its folder into speculators_config.verifier.name_or_path where it is loaded."
+    )
+
+
 def _name_notes(repository: str | None, format: Format) -> list[str]:
     """What vLLM would make of the repository's name."""
     methods = [engine.method for engine in format.engines if engine.name == "vllm"]
@@ -196,12 +214,12 @@ def _made(net: DrafterNet, target: Target, config: ExportConfig, folder: Path, f
     return {
         "format": format.name,
         "method": format.method,
-        "identity": asdict(target.identity),
+        "identity": public_identity(target.identity),
         "base_model": base_model(asdict(target.identity), config.base_model),
         "license": config.license,
         "repository": config.push,
         "class_path": type(net.config).__name__,
-        "init_args": json.loads(json.dumps(asdict(net.config))),
+        "init_args": public_arguments(net.config),
         "config": {
             "taps": list(net.needs.taps),
             "vocab": target.vocab,

@@ -4,13 +4,12 @@ drafttrain's loop is the runtime. No engine reads it, and nothing is lost in it:
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.base import DrafterConfig, DrafterNet, public_arguments
 from drafttrain.drafters.block import BlockNet
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.errors import UserError
@@ -46,7 +45,8 @@ class NativeFormat(Format):
             "architectures": [self.architecture],
             "model_type": "drafttrain",
             "class_path": type(net.config).__name__,
-            "init_args": asdict(net.config),
+            "init_args": public_arguments(net.config),
+            **({"own_sizes": sizes} if (sizes := net.own_sizes()) else {}),
             "hidden_size": target.hidden,
             "vocab_size": target.vocab,
             "draft_vocab_size": len(net.vocabulary.ids),
@@ -74,7 +74,7 @@ class NativeFormat(Format):
         weights = dict(tensors)
         vocabulary = read_map(weights, target.vocab, where)
         try:
-            net = classes[name](**config["init_args"]).build(target, vocabulary)
+            net = classes[name](**config["init_args"]).rebuild(target, vocabulary, config.get("own_sizes") or {})
             if isinstance(net, BlockNet):
                 require_layout(config, net.first, name, where)
             return fill(net, weights, target)

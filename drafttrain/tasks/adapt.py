@@ -115,7 +115,7 @@ class Adapter:
         if self.config.drafts is not None:
             net.require_drafts(self.config.drafts, "adapt.drafts")
         self.learner = Learner(target, net, sections)
-        copy = twin_of(net, lambda: net.config.build(target, net.vocabulary), net.state_dict())
+        copy = twin_of(net, lambda: net.config.rebuild(target, net.vocabulary, net.own_sizes()), net.state_dict())
         self.roller = Roller(target, copy, self.config.rolling, sections.seed)
         self.guard = Guard(target, self.roller, self.learner, self.config)
         self.progress, self.log = Progress(), AdaptLog(files.logs)

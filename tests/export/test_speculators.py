@@ -3,6 +3,7 @@ or read. The library's own classes are in test_speculators_library.py (slow)."""
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,7 +172,7 @@ def test_config_json_by_hand(tiny_llama, tmp_path):
             "speculators_model_type": algorithm, "speculators_version": "0.9.0", "dtype": "float32", "torch_dtype": "float32",
             "target_hidden_size": 32, "speculators_config": {
                 "algorithm": algorithm, "default_proposal_method": "greedy", "proposal_methods": [proposal],
-                "verifier": {"name_or_path": tiny_llama.identity.path, "architectures": ["LlamaForCausalLM"]},
+                "verifier": {"name_or_path": Path(tiny_llama.identity.path).name, "architectures": ["LlamaForCausalLM"]},
             },
         }  # fmt: skip
 

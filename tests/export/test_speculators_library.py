@@ -1,5 +1,6 @@
 """The speculators library's own classes (0.9.0, no dependency of ours) against our nets: every kind that is written in its form (slow)."""
 
+import json
 import os
 import subprocess
 import sys
@@ -59,6 +60,7 @@ def asked_of(target, folder, config, draft_vocab):
     """A case for the worker, and what our net says to it: logits [K, Vd], and confidences [K] or None."""
     net = make_net(target, config, draft_vocab)
     export_drafter(net, target, folder, ExportConfig(dtype="float32", format="speculators"), None)
+    _name_target(folder / "config.json", target.identity.path)
     drafts = net.deepest or DRAFTS
     sequences = text(net, PROMPT + 2 * drafts + 3)
     taps_TAD = hf_hidden_states(target, sequences.ids_BT, [tap + 1 for tap in net.needs.taps])
@@ -69,6 +71,13 @@ def asked_of(target, folder, config, draft_vocab):
     sure_K = net.confidence(drafted.hidden_NH[mine], drafted.prev_N[mine])
     case = {"folder": str(folder), "ids": sequences.ids_BT[0], "taps": taps_TAD.flatten(1), "anchor": PROMPT, "drafts": drafts}
     return case, (*wanted, sure_K)
+
+
+def _name_target(file, path):
+    """What the export's note asks for where the target has no Hub id: its folder on the machine that loads it."""
+    config = json.loads(file.read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = path
+    file.write_text(json.dumps(config))
 
 
 def answered(cases, library, place):
