@@ -4,7 +4,9 @@ from pathlib import Path
 
 from drafttrain.commands.drafts import data_facts, load, refresh_card, training_facts
 from drafttrain.commands.export_source import class_of, find_source, load_source, trained_here
+from drafttrain.errors import printable
 from drafttrain.export.card import served_by
+from drafttrain.export.card_licence import licence_warning
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
 from drafttrain.export.hub import preview, push
@@ -29,6 +31,8 @@ def run(recipe: Recipe, options: Options) -> None:
         refresh_card(folder)
     format = format_named(made, str(folder.export))
     print(f"{format.title}, {served_by(format)}")
+    if warning := licence_warning(made):
+        print(f"warning: {printable(warning)}")
     for note in made["notes"]:
         print(f"note: {note}")
     size, check = made["weights"]["bytes"], made["check"]

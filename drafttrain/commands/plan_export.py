@@ -17,6 +17,7 @@ from drafttrain.export.card import base_model
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.registry import choose_format
 from drafttrain.files import human_bytes, public_place
+from drafttrain.target.origin import origin_of
 from drafttrain.target.target import Target
 
 
@@ -28,13 +29,12 @@ def exported(target: Target, net: DrafterNet, config: ExportConfig) -> tuple[str
     """
     outlined = copy.copy(target)
     outlined.tokenizer = ()  # no token is known by its text
-    identity, dtype = asdict(target.identity), getattr(torch, config.dtype)
+    dtype = getattr(torch, config.dtype)
+    called = base_model(asdict(target.identity), config.base_model) or origin_of(target.identity).repository
     try:
         with _WithoutMemory():
             format, _ = choose_format(net, outlined, config.format)
-            written = format.write(
-                net, outlined, dtype, base_model(identity, config.base_model) or public_place(identity["path"])
-            )
+            written = format.write(net, outlined, dtype, called or public_place(target.identity.path))
             return human_bytes(sum(tensor.nbytes for tensor in written.rounded(dtype).values())), []
     except UserError as error:
         return "none", [f"warning: export would refuse: {error}"]

@@ -10,10 +10,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from drafttrain.decoding.measure import defined
 from drafttrain.errors import UserError
 from drafttrain.export.card_bench import bench_text
 from drafttrain.export.card_figures import CardFigure, figures_of, remove_others, write_figures
+from drafttrain.export.card_licence import KEYS as LICENCE_KEYS
+from drafttrain.export.card_licence import licence_text
 from drafttrain.export.format import NAMES, Format
 from drafttrain.export.registry import format_named
 from drafttrain.files import read_json, write_atomic, write_json_atomic
@@ -63,6 +67,7 @@ def card_text(made: dict[str, Any], report: dict | None) -> str:
         _benchmarked(made.get("benchmark")),
         _shown(figures, "acceptance", "categories", "speed"),
         use,
+        licence_text(made),
         _notes(format, made, report),
         _training(made),
         _shown(figures, "training"),
@@ -87,8 +92,8 @@ def _front_matter(format: Format, made: dict) -> str:
     lines = ["---"]
     if made["base_model"]:
         lines += ["base_model:", f"- {made['base_model']}"]
-    if made["license"]:
-        lines += [f"license: {made['license']}"]
+    words = {key: made[key] for key in LICENCE_KEYS if made.get(key)}
+    lines += yaml.safe_dump(words, sort_keys=False, allow_unicode=True, width=1000).splitlines() if words else []
     tags = [format.method, "speculative-decoding", "drafter", *(engine.name for engine in format.engines)]
     return "\n".join(
         [*lines, "library_name: drafttrain", "pipeline_tag: text-generation", "tags:", *[f"- {tag}" for tag in tags], "---", ""]

@@ -34,9 +34,10 @@ class ExportConfig:
     dry_run: bool = False
     """Whether to say only what a push would send, and where, without sending anything."""
     base_model: str | None = None
-    """Hub id of the target, for the model card, the serving commands and speculators, where target.path is a folder or a file."""
+    """Hub id of the target, for the model card, the serving commands and speculators, where target.path is a folder or a file; null: as a GGUF names
+    what it was made from, else none."""
     license: str | None = None
-    """Licence named in the model card, as the Hub spells it (apache-2.0, mit, llama3.1, ...)."""
+    """Licence named in the model card, as the Hub spells it (apache-2.0, mit, llama3.1, ...); null: the target's own, where its files name one."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -25,6 +25,7 @@ from drafttrain.drafters.registry import known_drafters
 from drafttrain.drafters.save import check_identity
 from drafttrain.errors import UserError
 from drafttrain.export.card import MADE_FILE, base_model, write_card
+from drafttrain.export.card_licence import licence_of
 from drafttrain.export.config import DTYPES, ExportConfig
 from drafttrain.export.format import Format, Written, check_tensors
 from drafttrain.export.hub import name_warning
@@ -42,6 +43,7 @@ from drafttrain.files import (
     write_json_atomic,
 )
 from drafttrain.layouts import one_chat
+from drafttrain.target.origin import origin_of
 from drafttrain.target.target import Target
 from drafttrain.types import Features, Identity, Sequences
 
@@ -72,7 +74,8 @@ def export_drafter(
     format, notes = choose_format(net, target, config.format)
     _check_finite(net)
     identity = public_identity(target.identity)
-    called = base_model(asdict(target.identity), config.base_model)
+    origin = origin_of(target.identity)
+    called = base_model(asdict(target.identity), config.base_model) or origin.repository
     written = format.write(net, target, dtype, called or identity["path"])
     tensors = written.rounded(dtype)
     check_tensors(tensors, format.table(written.config, "the trained drafter"), dtype, "the trained drafter", format.loaders)
@@ -91,6 +94,8 @@ def export_drafter(
         if called is None and KIND in written.config and identity["path"] != target.identity.path:
             notes.append(_unnamed(identity["path"]))
         made = _made(net, target, config, begun, format) | {
+            "base_model": called,
+            **licence_of(config.license, origin, called),
             "check": check,
             "notes": notes,
             "facts": facts or {},
@@ -215,8 +220,6 @@ def _made(net: DrafterNet, target: Target, config: ExportConfig, folder: Path, f
         "format": format.name,
         "method": format.method,
         "identity": public_identity(target.identity),
-        "base_model": base_model(asdict(target.identity), config.base_model),
-        "license": config.license,
         "repository": config.push,
         "class_path": type(net.config).__name__,
         "init_args": public_arguments(net.config),
