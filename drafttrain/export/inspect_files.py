@@ -52,6 +52,8 @@ class Folder:
     """Why it would draft rubbish, or nothing; sentences for the user."""
     notes: list[str] = field(default_factory=list)
     """What else there is to know."""
+    taken: set[str] = field(default_factory=set)
+    """Keys whose values were of a wrong kind, which was told: they are not missing."""
 
     @property
     def ours(self) -> bool:
@@ -78,7 +80,7 @@ def _json(folder: Folder, name: str) -> dict[str, Any] | None:
         if _levels(found) > DEEPEST:
             raise ValueError(f"objects within objects, more than {DEEPEST} deep")
         if isinstance(found, dict):
-            return tidied(found, name, folder.faults.append)
+            return tidied(found, name, folder.faults.append, folder.taken)
     except FileNotFoundError:
         return None
     except (ValueError, OSError, RecursionError) as error:

@@ -33,7 +33,9 @@ def format_table(reading: Reading, format: Format) -> Table | None:
     try:
         return format.table(reading.config, reading.folder.where)
     except UserError as error:
-        reading.complain(str(error))
+        missing = error.__cause__
+        if not (isinstance(missing, KeyError) and set(missing.args) <= reading.folder.taken):
+            reading.complain(str(error))
     except WRONG_TYPES as error:
         reading.fault(f"config.json holds values that cannot be read ({type(error).__name__}: {error}); write it again.")
     return None

@@ -67,8 +67,10 @@ OWN = ("init_args", "facts")
 """Objects whose keys are those of a class of ours, which judges them itself."""
 
 
-def tidied(found: dict[str, Any], file: str, fault: Callable[[str], None], path: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A copy without values of a wrong kind, each told to `fault` in a sentence."""
+def tidied(
+    found: dict[str, Any], file: str, fault: Callable[[str], None], taken: set[str], path: tuple[str, ...] = ()
+) -> dict[str, Any]:
+    """A copy without values of a wrong kind, each told to `fault` in a sentence, their keys added to `taken`."""
     kept = {}
     for key, value in found.items():
         here = (*path, key)
@@ -76,6 +78,7 @@ def tidied(found: dict[str, Any], file: str, fault: Callable[[str], None], path:
         if value is not None and known is not None and not known[0](value):
             shown = repr(value) if len(repr(value)) <= SHOWN else f"{repr(value)[:SHOWN]} ..."
             fault(f"{file}: {'.'.join(here)} is {shown}, but must be {known[1]}; write what the drafter was made with.")
+            taken.add(key)
         elif value is not None or key not in NEVER_NULL:
-            kept[key] = tidied(value, file, fault, here) if isinstance(value, dict) and key not in OWN else value
+            kept[key] = tidied(value, file, fault, taken, here) if isinstance(value, dict) and key not in OWN else value
     return kept

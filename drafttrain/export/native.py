@@ -58,7 +58,9 @@ class NativeFormat(Format):
 
     def table(self, config: dict[str, Any], where: str) -> Table:
         if missing := sorted(FIELDS - config.keys()):
-            raise UserError(f"{where}/config.json has no {', '.join(missing)}, so it is damaged; export the drafter again.")
+            raise UserError(
+                f"{where}/config.json has no {', '.join(missing)}, so it is damaged; export the drafter again."
+            ) from KeyError(*missing)
         own: Table = {name: (tuple(shape), None) for name, shape in config["tensors"].items()}
         return own | map_table(config["draft_vocab_size"], config["vocab_size"])
 

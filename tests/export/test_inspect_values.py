@@ -64,7 +64,8 @@ def test_no_value_of_any_key_is_an_error(tiny_llama, tmp_path, name, asked):
 )  # fmt: skip
 def test_a_value_of_a_wrong_kind_is_told_and_taken_out(found, sentence):
     told: list[str] = []
-    kept = tidied(found, "c.json", told.append)
+    taken: set[str] = set()
+    kept = tidied(found, "c.json", told.append, taken)
     assert len(told) == 1 and told[0].startswith(sentence)
     assert kept == {} or list(kept.values()) == [{}]
 
@@ -79,4 +80,27 @@ def test_what_may_stand_there_is_left():
         "model_type": "llama",
     }
     told: list[str] = []
-    assert tidied(sound | {"vocab_size": None}, "c.json", told.append) == sound and not told
+    assert tidied(sound | {"vocab_size": None}, "c.json", told.append, set()) == sound and not told
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "key"),
+    [
+        ("eagle3 window", None, "sliding_window"),
+        ("eagle3", None, "draft_vocab_size"),
+        ("dflash", None, "hidden_size"),
+        ("medusa", "native", "draft_vocab_size"),
+    ],
+)
+def test_what_is_of_a_wrong_kind_is_not_called_missing_too(tiny_llama, tmp_path, name, asked, key):
+    folder = tmp_path / "export"
+    export_drafter(net_for(tiny_llama, DRAFTERS[name]), tiny_llama, folder, ExportConfig(format=asked), None)
+    sound = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(sound | {key: [7]}))
+    found = inspect_folder(str(folder))
+    assert [fault for fault in found.faults if f"config.json: {key} is [7], but must be" in fault]
+    assert not [
+        sentence for sentence in (*found.faults, *found.notes) if f"has no {key}" in sentence or f"has no '{key}'" in sentence
+    ]
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in sound.items() if k != key}))
+    assert inspect_folder(str(folder)).faults or name == "dflash"  # where it is missing, that is said
