@@ -102,6 +102,9 @@ def _answered(run: Callable[[], None]) -> int:
     except UserError as error:
         if not speaks():
             time.sleep(GRACE_S)
+        if speaks():
+            for note in error.notes:
+                print(f"note: {printable(note)}", file=sys.stderr)
         who = "error" if speaks() else f"error (rank {rank()})"
         for sentence in str(error).splitlines():
             print(f"{who}: {printable(sentence)}", file=sys.stderr)

@@ -1,8 +1,17 @@
 """The one error that a user is meant to see, and how words of anybody's files are shown."""
 
+from collections.abc import Sequence
+
 
 class UserError(Exception):
-    """Something the user can mend: says what, got, wanted and the way out, in one sentence. The CLI prints it and exits 2."""
+    """Something the user can mend: says what, got, wanted and the way out, in one sentence. The CLI prints it and exits 2.
+
+    `notes` are no faults: what the user has to know besides.
+    """
+
+    def __init__(self, words: str = "", notes: Sequence[str] = ()):
+        super().__init__(words)
+        self.notes = tuple(notes)
 
 
 def printable(words: str) -> str:

@@ -137,7 +137,7 @@ def build_recipe(written: Written) -> Recipe:
     builder = Builder(written, BASES, places(Recipe, "", BASES))
     recipe = builder.build(Recipe, written.tree, "")
     if recipe is None:
-        raise UserError("\n".join([*builder.errors, *written.notes]))
+        raise UserError("\n".join(builder.errors), written.notes)
     return recipe
 
 

@@ -186,6 +186,13 @@ def test_errors_are_sentences_with_exit_code_2_and_cost_no_heavy_import(made):
     assert not loaded & set(HEAVY)
 
 
+def test_a_note_beside_an_error_is_a_note(made, capsys):
+    assert main(["plan", *flags(made), "--drafter", "Hydra", "--optimizer.lrr", "1"]) == 2
+    note, error = capsys.readouterr().err.splitlines()
+    assert note.startswith("note: drafter is now Hydra (--drafter): the arguments of Eagle3 are dropped")
+    assert error.startswith("error: unknown key 'optimizer.lrr'")
+
+
 def test_help_costs_no_heavy_import():
     loaded, printed = loaded_after(["plan", "--help"])
     assert not loaded & set(HEAVY)

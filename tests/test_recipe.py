@@ -295,6 +295,9 @@ def test_dropped_arguments_of_a_changed_class_are_announced(base, write):
     recipe, notes = load_recipe([base], [("drafter", "OtherDrafter")])
     assert recipe.drafter == OtherDrafter()
     assert notes == ["drafter is now OtherDrafter (--drafter): the arguments of Eagle3 are dropped (taps, depth, draft_vocab)."]
+    with pytest.raises(UserError) as raised:  # beside an error they are no errors
+        load_recipe([base], [("drafter", "OtherDrafter"), ("optimizer.lrr", "1")])
+    assert "lrr" in str(raised.value) and "dropped" not in str(raised.value) and list(raised.value.notes) == notes
     top = write("drafter: {class_path: OtherDrafter, init_args: {width: 3}}\n", "top.yaml")
     recipe, notes = load_recipe([base, top])
     assert recipe.drafter == OtherDrafter(3) and "dropped" in notes[0] and str(top) in notes[0]
