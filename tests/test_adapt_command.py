@@ -172,6 +172,15 @@ def test_bad_lines_are_said_and_left_out(made, tiny_llama, tmp_path, capsys):
     )
 
 
+def test_a_stream_in_which_no_line_was_a_prompt_is_an_error(made, tmp_path, capsys):
+    flags, run = made
+    assert main(["adapt", *flags, "--prompts", written(tmp_path / "p.jsonl", ["", *(line for line, _ in BAD)])]) == 2
+    out, err = capsys.readouterr()
+    [error] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert f"p.jsonl: of {len(BAD)} lines none was a prompt that could be answered" in error and out == ""
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["best"]
+
+
 def test_no_prompts_change_nothing(made, tmp_path, capsys):
     flags, run = made
     assert main(["adapt", *flags, "--prompts", written(tmp_path / "p.jsonl", [])]) == 0
@@ -203,7 +212,8 @@ def test_a_limit_that_leaves_no_room_for_any_prompt_is_refused(made, tmp_path, c
     prompts = written(tmp_path / "p.jsonl", rows(1))
     assert main(["adapt", *made[0], "--prompts", prompts, "--adapt.max_tokens", "508"]) == 2
     assert "adapt.max_tokens is 508" in (err := capsys.readouterr().err) and "lower it to 507 at most" in err
-    assert main(["adapt", *made[0], "--prompts", prompts, "--adapt.max_tokens", "507"]) == 0
+    assert main(["adapt", *made[0], "--prompts", prompts, "--adapt.max_tokens", "507"]) == 2  # a prompt of one token would do
+    assert "none was a prompt that could be answered" in capsys.readouterr().err
 
 
 def test_a_closed_stdin_is_said(made, capsys, monkeypatch):

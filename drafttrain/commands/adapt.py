@@ -1,7 +1,7 @@
 """`drafttrain adapt`: prompts in, answers out, a line of JSON each; and the drafter keeps learning from them (Online Speculative Decoding).
 
 Answers go to --out or stdout, everything else to stderr. TERM, Ctrl-C or the end of the prompts let the answers in hand be finished, save, and end
-with exit code 0.
+with exit code 0; where there were lines and none was a prompt, it is an error.
 """
 
 import json
@@ -67,6 +67,11 @@ def run(recipe: Recipe, options: Options) -> None:
         adapter.serve(prompts, _writer(out, options.out or "stdout"))
         done = adapter.progress
         _say(f"{done.prompts - before:,} prompts answered; {done.updates:,} updates and {done.rollbacks:,} rollbacks so far")
+        if prompts.left_out and done.prompts == before and not stop.requested:
+            raise UserError(
+                f"--prompts {options.prompts}: of {prompts.left_out:,} lines none was a prompt that could be answered, so nothing was learnt; mend them "
+                "as the lines above say."
+            )
 
 
 def _start(folder: Run, files: AdaptFiles, asked: Path | None) -> Path:

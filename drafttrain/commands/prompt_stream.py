@@ -75,6 +75,8 @@ class PromptStream:
                 f"to {target.max_positions - drafts - 2:,} at most."
             )
         self._number = 0
+        self.left_out = 0
+        """Lines that were no prompts."""
 
     def take(self, most: int) -> list[Request]:
         """The next prompts: waits for one, then takes those that have come, up to `most`. [] at the end or where a stop is wanted."""
@@ -84,6 +86,7 @@ class PromptStream:
             try:
                 found += self._requests(*line)
             except (Broken, UserError) as error:
+                self.left_out += 1
                 self.say(f"line {self._number} of the prompts is left out: {str(error).rstrip('.')}.")
         return found
 
