@@ -1,5 +1,6 @@
 """What `plan` promises, against what is then there: tensors on disk and in memory, and rows of a store."""
 
+import json
 import re
 import shutil
 
@@ -245,6 +246,10 @@ def test_a_start_that_is_not_there_or_does_not_fit_is_refused(planned, tmp_path,
     assert "drafter.init_args.taps is [0, 1, 2], its own [0, 1, 3]" in refusal(other, start=str(trained))
     tensors = load_file(trained / "drafter.safetensors")
     save_file(tensors | {"fc.weight": tensors["fc.weight"][:, :-1].contiguous()}, trained / "drafter.safetensors")
+    assert "is not the file that was saved (its sha256 is not the one in drafter.json)" in refusal(start=str(trained))
+    record = json.loads((trained / "drafter.json").read_text())
+    del record["weights"]  # as an earlier version saved it
+    (trained / "drafter.json").write_text(json.dumps(record))
     assert re.search(r"fc\.weight is \[32, 95\] instead of \[32, 96\]", refusal(start=str(trained)))
     (trained / "drafter.safetensors").write_bytes(b"cut short")
     assert "drafter.safetensors is damaged" in refusal(start=str(trained))

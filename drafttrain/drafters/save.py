@@ -5,9 +5,10 @@ No pickles, nothing of the target, no training state: this is what exporting, va
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,12 +17,13 @@ from safetensors.torch import load_file
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.errors import UserError
-from drafttrain.files import replace_folder, restore_folder, write_json_atomic, write_tensors_atomic
+from drafttrain.files import replace_folder, restore_folder, sha256_file, write_json_atomic, write_tensors_atomic
 from drafttrain.target.identity import differences
 from drafttrain.target.target import Target
 from drafttrain.types import Identity
 from drafttrain.vocab import DraftVocabulary
 
+WEIGHTS = "drafter.safetensors"
 RECORDED = {"class_path", "init_args", "identity", "facts"}
 """Keys of drafter.json."""
 
@@ -41,8 +43,14 @@ def save_drafter(
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
     tensors = {name: value.detach().cpu() for name, value in (weights or net.state_dict()).items()}
-    write_tensors_atomic(making / "drafter.safetensors", tensors | {"d2t": net.vocabulary.d2t})
-    record = {"class_path": type(config).__name__, "init_args": asdict(config), "identity": asdict(identity), "facts": facts}
+    weights_file = write_tensors_atomic(making / WEIGHTS, tensors | {"d2t": net.vocabulary.d2t})
+    record = {
+        "class_path": type(config).__name__,
+        "init_args": asdict(config),
+        "identity": asdict(identity),
+        "facts": facts,
+        "weights": {"file": WEIGHTS} | weights_file,
+    }
     if sizes := net.own_sizes():
         record["own_sizes"] = sizes
     write_json_atomic(making / "drafter.json", record)
@@ -64,6 +72,26 @@ def read_record(folder: Path) -> dict:
     if not isinstance(record, dict) or not record.keys() >= RECORDED:
         raise UserError(f"{file} is damaged; train again from checkpoints/last, or restore it.")
     return record
+
+
+def altered(folder: Path, record: Mapping[str, Any]) -> bool:
+    """Whether the weights are other bytes than those that were saved. A record of an earlier version does not say which these were. Raises OSError."""
+    said = record.get("weights")
+    digest = said.get("sha256") if isinstance(said, dict) else None
+    return digest is not None and sha256_file(Path(folder) / WEIGHTS) != digest
+
+
+def require_unaltered(folder: Path, record: Mapping[str, Any]) -> None:
+    """Raises UserError for weights that are not the ones saved: damage that no reader of tensors would see."""
+    try:
+        changed = altered(folder, record)
+    except OSError:  # who reads it says what is wrong
+        return
+    if changed:
+        raise UserError(
+            f"{folder}/{WEIGHTS} is not the file that was saved (its sha256 is not the one in drafter.json); restore it, or train again from "
+            "checkpoints/last."
+        )
 
 
 def check_identity(made_with: dict, target: Target, what: str) -> None:
@@ -112,5 +140,6 @@ def load_drafter(folder: Path, target: Target) -> tuple[DrafterNet, dict]:
         raise UserError(
             f"{folder} does not fit its own record (missing {missing}, unknown {extra}, shapes {wrong}); it is damaged, so train again."
         )
+    require_unaltered(Path(folder), record)  # behind what says more of a file that is another one
     net.load_state_dict({name: value.to(torch.float32) for name, value in tensors.items()})
     return net.eval(), record

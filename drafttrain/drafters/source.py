@@ -18,7 +18,7 @@ from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.published import recognise
 from drafttrain.drafters.published_layout import Published
 from drafttrain.drafters.registry import known_drafters
-from drafttrain.drafters.save import read_record
+from drafttrain.drafters.save import read_record, require_unaltered
 from drafttrain.drafters.start_files import find, fitting, read_config, read_tensors
 from drafttrain.errors import UserError
 from drafttrain.target.identity import differences
@@ -62,6 +62,7 @@ class Source:
         with fitting(what):
             if (folder / "drafter.json").exists():
                 record = read_record(folder)
+                require_unaltered(folder, record)
                 found = _ours(record["class_path"], record["init_args"], record["identity"], tensors, target, what)
                 strange = differences(record["identity"], target.identity)
                 notes = (f"it was trained with another target ({'; '.join(strange)})",) if strange else ()

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from drafttrain.drafters.published import Published
+from drafttrain.drafters.save import WEIGHTS, altered
 from drafttrain.drafters.source import MAPS
 from drafttrain.errors import printable
 from drafttrain.export.block_format import BlockFormat
@@ -173,6 +174,10 @@ def _checkpoint(reading: Reading, record: Mapping[str, Any]) -> Kind | None:
             f"drafter.json has no {', '.join(missing)}, so it is damaged; train again from checkpoints/last, or restore it."
         )
         return None
+    if reading.folder.whole and (reading.folder.path / WEIGHTS).is_file() and altered(reading.folder.path, record):
+        reading.fault(
+            f"{WEIGHTS} is not the file that was saved (its sha256 is not the one in drafter.json); restore it, or train again from checkpoints/last."
+        )
     name, options = record["class_path"], record["init_args"]
     found = Published("a drafter as drafttrain's training saves it", name, {}, reading.tensors)
     d2t = reading.tensors.get("d2t")

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
-from drafttrain.drafters.save import save_drafter
+from drafttrain.drafters.save import read_record, require_unaltered, save_drafter
 from drafttrain.errors import UserError
 from drafttrain.files import write_tensors_atomic
 from drafttrain.tasks.lora_config import LoraConfig
@@ -138,3 +138,4 @@ def _load_base(net: DrafterNet, checkpoints: Path) -> None:
             f"{file}, which holds the drafter that this run adapts, cannot be read ({' '.join(str(error).split())[:240]}); restore it, or delete "
             f"{checkpoints} to begin anew from checkpoint.start."
         ) from error
+    require_unaltered(file.parent, read_record(file.parent))

@@ -8,7 +8,9 @@ from safetensors.torch import save_file
 
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import load_drafter, save_drafter
+from drafttrain.drafters.warm_start import WarmStart
 from drafttrain.errors import UserError
+from drafttrain.export.inspect import inspect_folder
 from drafttrain.layouts import chain_layout, run_lengths
 from drafttrain.losses import Distillation
 from drafttrain.tasks.teacher import TargetTeacher
@@ -159,6 +161,27 @@ def test_weights_that_do_not_say_their_tokens_are_one_sentence(tiny_llama, tmp_p
     save_file(net.state_dict(), tmp_path / "best" / "drafter.safetensors")
     with pytest.raises(UserError, match="has no d2t"):
         load_drafter(tmp_path / "best", tiny_llama)
+
+
+def test_a_byte_that_was_flipped_is_one_sentence_and_what_earlier_versions_saved_loads(tiny_llama, tmp_path):
+    net, best = net_for(tiny_llama), tmp_path / "best"
+    save_drafter(best, net, net.config, tiny_llama.identity, {})
+    load_drafter(best, tiny_llama)
+    data = bytearray((best / "drafter.safetensors").read_bytes())
+    data[-7] ^= 1  # inside a tensor, where every reader takes it for a weight
+    (best / "drafter.safetensors").write_bytes(data)
+    sentence = (
+        r"best/drafter.safetensors is not the file that was saved \(its sha256 is not the one in drafter.json\); restore it"
+    )
+    with pytest.raises(UserError, match=sentence):
+        load_drafter(best, tiny_llama)
+    with pytest.raises(UserError, match=sentence):
+        WarmStart.open(str(best), False, net.config, tiny_llama)
+    assert any("is not the file that was saved" in fault for fault in inspect_folder(str(best)).faults)
+    record = json.loads((best / "drafter.json").read_text())
+    for odd in ({}, {"weights": None}, {"weights": {}}):
+        (best / "drafter.json").write_text(json.dumps({key: value for key, value in record.items() if key != "weights"} | odd))
+        load_drafter(best, tiny_llama)
 
 
 def test_vocabulary_choice_and_offsets():
