@@ -126,7 +126,7 @@ def test_the_command_of_the_card_says_parallel_drafting(tiny_llama, tmp_path):
 
 
 def test_sglang_is_refused_by_name(tiny_llama, tmp_path):
-    with pytest.raises(UserError, match="SGLang has no P-EAGLE. Set it to vllm or speculators or native"):
+    with pytest.raises(UserError, match="SGLang has no P-EAGLE. Set it to vllm, speculators or native"):
         exported(tiny_llama, tmp_path / "export", "sglang", PLAIN, 60)
 
 
