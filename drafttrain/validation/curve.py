@@ -26,8 +26,13 @@ def read_curve(logs: Path) -> list[CurvePoint]:
     for path in files:
         later = _read_file(path)
         if later:
-            points = [p for p in points if p.tokens < later[0].tokens] + later
+            points = [p for p in points if p.tokens < later[0].tokens or _kept(p, later[0])] + later
     return points
+
+
+def _kept(point: CurvePoint, first: CurvePoint) -> bool:
+    """Whether a loss logged as training stopped stays: going on, tau is measured there first, and that step is not trained again."""
+    return point.tokens == first.tokens and first.loss is None and point.loss is not None
 
 
 def _start_number(path: Path) -> tuple[int, str]:

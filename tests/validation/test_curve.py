@@ -22,6 +22,12 @@ def test_starts_are_joined_in_order_and_steps_lost_in_a_crash_are_dropped(tmp_pa
     assert read_curve(tmp_path) == [CurvePoint(100, 5.0), CurvePoint(200, 4.0), CurvePoint(300, 3.0), CurvePoint(400, 2.0)]
 
 
+def test_the_loss_logged_at_the_stop_stays_where_going_on_measured_tau_first(tmp_path):
+    write(tmp_path, 0, "tokens_seen,train/loss\n100,5.0\n")
+    write(tmp_path, 1, "held_out/tau,tokens_seen,train/loss\n1.2,100,\n,200,4.0\n")
+    assert read_curve(tmp_path) == [CurvePoint(100, 5.0), CurvePoint(100, None, 1.2), CurvePoint(200, 4.0)]
+
+
 def test_no_folder_no_columns_or_no_rows_give_no_curve(tmp_path):
     assert read_curve(tmp_path / "none") == []
     write(tmp_path, 0, "step,lr\n1,0.1\n")
