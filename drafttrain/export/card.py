@@ -247,7 +247,9 @@ def _notes(format: Format, made: dict, report: dict | None) -> str:
 def _training(made: dict) -> str:
     facts = {"Target": _called(made), "Template arguments": made["identity"]["template_arguments"]} | made["facts"]
     rows = [
-        f"- {name.replace('_', ' ')}: {value}" for name, value in facts.items() if isinstance(value, str | int | float | bool)
+        f"- {name.replace('_', ' ')}: {f'{value:.3f}' if isinstance(value, float) else value}"
+        for name, value in facts.items()
+        if isinstance(value, str | int | float | bool)
     ]
     data = _data(made["facts"].get("data"))
     return (

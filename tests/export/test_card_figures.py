@@ -275,6 +275,11 @@ def test_a_path_of_the_machine_is_not_on_the_card():
     assert "/home/me" not in text and "# EAGLE-3 drafter for tiny" in text and "- Target: tiny" in text
 
 
+def test_numbers_of_training_are_rounded_and_counts_are_not():
+    text = card_text(MADE | {"facts": {"held-out tau while training": 1.2270531400966185, "tokens seen": 1234567}}, None)
+    assert "- held-out tau while training: 1.227\n- tokens seen: 1234567\n" in text
+
+
 def test_where_the_data_came_from():
     data = {
         "chats": 1234, "tokens": 56789, "supervised_tokens": 3456, "sources": {"self": 1000, "gsm8k": 300},
