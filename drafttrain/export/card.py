@@ -20,7 +20,7 @@ from drafttrain.export.card_licence import KEYS as LICENCE_KEYS
 from drafttrain.export.card_licence import licence_text
 from drafttrain.export.format import NAMES, Format
 from drafttrain.export.registry import format_named
-from drafttrain.files import read_json, write_atomic, write_json_atomic
+from drafttrain.files import public_place, read_json, write_atomic, write_json_atomic
 from drafttrain.target.precision import rounded_to
 
 MADE_FILE = "drafttrain.json"
@@ -77,9 +77,9 @@ def card_text(made: dict[str, Any], report: dict | None) -> str:
 
 
 def base_model(identity: dict[str, Any], named: str | None) -> str | None:
-    """Hub id of the target: as the recipe names it, else target.path if that is one."""
+    """Hub id of the target: as the recipe names it, else target.path if that is one and no local place."""
     path = identity["path"]
-    return named or (path if HUB_ID.fullmatch(path) and not path.endswith(".gguf") and not Path(path).exists() else None)
+    return named or (path if HUB_ID.fullmatch(path) and public_place(path) == path else None)
 
 
 def served_by(format: Format) -> str:
@@ -273,9 +273,8 @@ def _data(data: dict | None) -> str:
 
 
 def _called(made: dict) -> str:
-    """The target as a card may call it: a path of the machine that trained is nobody's business."""
-    path = made["identity"]["path"]
-    return Path(path).name if Path(path).is_absolute() else path
+    """The target as a card may call it; an export of an earlier version holds its path on the machine that trained."""
+    return public_place(made["identity"]["path"])
 
 
 def _files(made: dict) -> str:

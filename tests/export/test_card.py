@@ -171,6 +171,12 @@ def test_only_a_hub_id_is_a_base_model(path, named, wanted):
     assert base_model({"path": path}, named) == wanted
 
 
+@pytest.mark.parametrize("path", ["/data/secret/tiny", "../secret/tiny", "~/secret/tiny", "models/secret/tiny/", "./tiny"])
+def test_an_export_of_an_earlier_version_tells_no_place_of_its_machine(path):
+    text = card_text(MADE | {"base_model": None, "identity": MADE["identity"] | {"path": path}}, None)
+    assert "# EAGLE-3 drafter for tiny\n" in text and "- Target: tiny\n" in text and "secret" not in text
+
+
 def test_a_local_folder_that_looks_like_a_hub_id_is_none(tmp_path, monkeypatch):
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

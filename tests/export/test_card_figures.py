@@ -270,11 +270,6 @@ def test_the_same_numbers_give_the_same_bytes_anywhere(folder, tmp_path):
         assert png(figure.draw()) == (folder / path).read_bytes()
 
 
-def test_a_path_of_the_machine_is_not_on_the_card():
-    text = card_text(MADE | {"base_model": None, "identity": MADE["identity"] | {"path": "/home/me/models/tiny"}}, None)
-    assert "/home/me" not in text and "# EAGLE-3 drafter for tiny" in text and "- Target: tiny" in text
-
-
 def test_numbers_of_training_are_rounded_and_counts_are_not():
     text = card_text(MADE | {"facts": {"held-out tau while training": 1.2270531400966185, "tokens seen": 1234567}}, None)
     assert "- held-out tau while training: 1.227\n- tokens seen: 1234567\n" in text
