@@ -5,13 +5,20 @@ from drafttrain.recipe import Recipe
 from drafttrain.tasks.adapt_config import AdaptConfig
 from drafttrain.tasks.adapt_learner import AdaptSections
 
+LEARNT = {
+    "first_rejection": "the places of first rejected drafts",
+    "rounds": "every round",
+    "text": "the text",
+    "anchors": "the text behind the anchors of rounds",
+}
+
 
 def adapted(recipe: Recipe) -> list[str]:
     """Nothing where the section is as it is by default: then nobody asked."""
     config = recipe.adapt
     if config == AdaptConfig():
         return []
-    learnt = "the places of first rejected drafts" if config.replay == "first_rejection" else "every round"
+    learnt = LEARNT[config.replay]
     found = [
         f"adapt: learns {config.steps} step(s) from {learnt} of every {config.every} answers; 1 prompt in {config.hold_out_every} is held out, and the "
         f"newest {config.guard_prompts} of them undo what loses more than {config.fall:.0%} of tau, looked at every {config.guard_every} updates"

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 
 from drafttrain.errors import UserError
-from drafttrain.tasks.on_policy_config import OnPolicyConfig, require_answering
-
-REPLAYS = ("first_rejection", "rounds")
+from drafttrain.tasks.on_policy_config import REPLAYS, OnPolicyConfig, require_answering
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,9 @@ class AdaptConfig:
     """Newest answers that an update may learn from: its first step learns from the `every` new ones, each further step from as many drawn from these.
     null: all steps learn from the new ones (as published). They are kept in memory alone, so a run that is started again begins with none."""
     replay: str = "first_rejection"
-    """first_rejection: of every round only the place of the first rejected draft, where the target put its own token. rounds: all that the
-    objective scores of a round; with OnPolicyDistillation that is what was rejected too."""
+    """As on_policy.replay. first_rejection (as published): of every round only the place of the first rejected draft, where the target put its own token.
+    rounds: all that the objective scores of a round; with OnPolicyDistillation that is what was rejected too. text: the answers as supervised training
+    reads them. anchors: as text, but drafts begin where those of the rounds did."""
     max_tokens: int = 256
     """Most tokens of an answer."""
     drafts: int | None = None
@@ -61,5 +60,10 @@ class AdaptConfig:
     def rolling(self) -> OnPolicyConfig:
         """How answers are made, in the words of on-policy training."""
         return OnPolicyConfig(
-            max_tokens=self.max_tokens, drafts=self.drafts, temperature=self.temperature, slots=self.slots, replay="rounds"
+            max_tokens=self.max_tokens, drafts=self.drafts, temperature=self.temperature, slots=self.slots, replay=self.replay
         )
+
+    @property
+    def as_text(self) -> bool:
+        """Whether the labels are the answers' own tokens at every depth, as in supervised training."""
+        return self.rolling.as_text

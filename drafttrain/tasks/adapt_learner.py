@@ -1,10 +1,10 @@
 """What a serving drafter learns from the answers that it helped to give, and how all that it learnt is kept and put back.
 
-    update u:  loss = sum over terms of  sum / count     of the replayed rounds of the newest answers (replay.py)
+    update u:  loss = sum over terms of  sum / count     of the newest answers, replayed (replay.py) or read as text
 
 With `first_rejection` an element is the place of a round where a draft was first rejected: its teacher is the row of the target that rejected
 it, its label the token that the target said instead (Online Speculative Decoding, Liu et al. 2023, arXiv 2310.07177). No pass of the target is
-made for learning. Random numbers (dropout, noise) follow from the seed and the number of the update.
+made for learning. Random numbers (dropout, noise, anchors) follow from the seed and the number of the update.
 
 Shapes: B packed rows, T tokens.
 """
@@ -22,15 +22,17 @@ from torch import Tensor, nn
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.losses import Objective
-from drafttrain.replay import ReplayLayout, pack_rollouts, replay_layout
+from drafttrain.replay import pack_rollouts
 from drafttrain.target.target import Target
 from drafttrain.tasks.adapt_config import AdaptConfig
 from drafttrain.tasks.on_policy_config import scored_streams
+from drafttrain.tasks.on_policy_start import require_text
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer, token_sides
+from drafttrain.tasks.rollouts import taught_by
 from drafttrain.tasks.speed import make_score
 from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.tasks.window import scored_elements
-from drafttrain.types import Features, Rollout, Sequences
+from drafttrain.types import Features, Layout, Rollout, Sequences
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class AdaptSections:
             raise UserError(
                 f"trainer.gradient_clip_val is {self.clip!r}, but must be a number, or 0 or null to leave gradients as they are."
             )
+        if self.adapt.as_text:
+            require_text(self.objective)
         if not any(self.streams):
             raise UserError(
                 "adapt.replay is first_rejection, which learns from the target's tokens alone, but objective.init_args.accepted_weight 0 leaves those "
@@ -102,7 +106,7 @@ class Learner:
             The mean loss; None where there was nothing to learn, and no step was made. Not finite: then learning broke off at that step.
         """
         config = self.sections.adapt
-        batch = newest = self._batch(rollouts)
+        batch = newest = self._batch(rollouts, (self.sections.seed, update, 0))
         if config.buffer is not None:
             self._kept.extend(rollouts)
         if newest is None:
@@ -116,7 +120,7 @@ class Learner:
             for step in range(config.steps):
                 if step and config.buffer is not None:
                     chosen = draws.choice(len(self._kept), size=min(len(rollouts), len(self._kept)), replace=False)
-                    batch = self._batch([self._kept[i] for i in sorted(chosen)])
+                    batch = self._batch([self._kept[i] for i in sorted(chosen)], (self.sections.seed, update, step))
                 if batch is not None:
                     losses.append(self._step(*batch))
                     if not math.isfinite(losses[-1]):
@@ -124,26 +128,25 @@ class Learner:
         self.net.eval()
         return sum(losses) / len(losses)
 
-    def _batch(self, rollouts: Sequence[Rollout]) -> tuple[tuple[Sequences, Features, ReplayLayout], dict[str, float]] | None:
+    def _batch(
+        self, rollouts: Sequence[Rollout], seed: tuple[int, ...]
+    ) -> tuple[tuple[Sequences, Features, Layout], dict[str, float]] | None:
         """What the answers teach, on the device, and what it is divided by; None if they teach nothing."""
-        sequences, features, layout = self._replayed(rollouts)
+        sequences, features, layout = self._replayed(rollouts, seed)
         counts = self.sections.objective.counts(layout, self.depth)
         if not scored_elements(counts):
             return None
         return (sequences.to(self.device), features.to(self.device), layout.to(self.device)), counts
 
-    def _replayed(self, rollouts: Sequence[Rollout]) -> tuple[Sequences, Features, ReplayLayout]:
+    def _replayed(self, rollouts: Sequence[Rollout], seed: tuple[int, ...]) -> tuple[Sequences, Features, Layout]:
         """What the answers teach, on the CPU."""
         masks = torch.tensor(self.net.unsaid, dtype=torch.int64)
         learnt = [rollout for rollout in rollouts if not torch.isin(rollout.ids, masks).any()]  # it would be read as no text
         packed = pack_rollouts(learnt, self.sections.length)
-        layout = replay_layout(
-            packed, learnt, self.depth, self.net.speaks_V, streams=self.sections.streams,
-            first_rejection_only=self.sections.adapt.replay == "first_rejection",
-        )  # fmt: skip
+        layout = taught_by(self.net, packed, learnt, self.sections.adapt.replay, self.sections.streams, seed)
         return packed.sequences, packed.features, layout
 
-    def _step(self, batch: tuple[Sequences, Features, ReplayLayout], counts: dict[str, float]) -> float:
+    def _step(self, batch: tuple[Sequences, Features, Layout], counts: dict[str, float]) -> float:
         """One optimizer step; none where the loss is not finite. Returns the loss."""
         config = self.sections.optimizer
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):

@@ -29,7 +29,7 @@ from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.layouts import chain_layout
 from drafttrain.losses import Objective
-from drafttrain.replay import pack_rollouts, replay_layout, round_anchors
+from drafttrain.replay import Packed, pack_rollouts, replay_layout, round_anchors
 from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_config import OnPolicyConfig, scored_streams
 from drafttrain.tasks.on_policy_start import drafts_of, require_streams
@@ -220,18 +220,23 @@ class Replayer:
         rollouts = [self.buffer[number] for number in numbers]
         packed = pack_rollouts(rollouts, self.length, multiple=self.share.rows, like=self._like)
         self._like = self._like or _widths(packed.features)
-        if config.replay == "text":
-            place = self.share.rank * self.share.accumulate + micro
-            seeds: list[tuple[int, ...]] = [(self.plan.seed, step, place, b) for b in range(len(packed.sequences.ids_BT))]
-            return packed.sequences, packed.features, net.layout(packed.sequences, numbers=seeds)
-        if config.replay == "anchors":
-            keep_BT = round_anchors(packed, rollouts)
-            return packed.sequences, packed.features, chain_layout(packed.sequences, net.needs.depth, net.speaks_V, keep_BT)
-        layout = replay_layout(
-            packed, rollouts, net.needs.depth, net.speaks_V, streams=self.streams,
-            first_rejection_only=config.replay == "first_rejection",
-        )  # fmt: skip
+        place = self.share.rank * self.share.accumulate + micro
+        layout = taught_by(net, packed, rollouts, config.replay, self.streams, (self.plan.seed, step, place))
         return packed.sequences, packed.features, layout
+
+
+def taught_by(
+    net: DrafterNet, packed: Packed, rollouts: Sequence[Rollout], replay: str, streams: tuple[bool, bool], seed: tuple[int, ...]
+) -> Layout:  # fmt: skip
+    """What packed rollouts teach, replayed as `OnPolicyConfig.replay` says. `seed`: what is drawn of a text (a block drafter's anchors) follows from it
+    and from the packed row."""
+    sequences, depth = packed.sequences, net.needs.depth
+    if replay == "text":
+        return net.layout(sequences, numbers=[(*seed, row) for row in range(len(sequences.ids_BT))])
+    if replay == "anchors":
+        return chain_layout(sequences, depth, net.speaks_V, round_anchors(packed, rollouts))
+    first = replay == "first_rejection"
+    return replay_layout(packed, rollouts, depth, net.speaks_V, streams=streams, first_rejection_only=first)
 
 
 def _widths(features: Features) -> Features:

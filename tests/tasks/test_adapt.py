@@ -16,6 +16,7 @@ from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import load_drafter
 from drafttrain.errors import UserError
 from drafttrain.losses import Distillation
+from drafttrain.replay import pack_rollouts
 from drafttrain.replay_loss import OnPolicyDistillation
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
@@ -25,6 +26,7 @@ from drafttrain.tasks.adapt_files import AdaptFiles
 from drafttrain.tasks.adapt_learner import AdaptSections, Learnt
 from drafttrain.tasks.optimizer import OptimizerConfig
 from drafttrain.tasks.stop import StopSignal
+from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.types import Request
 from drafttrain.vocab import DraftVocabulary
 
@@ -101,6 +103,8 @@ FORMS = {
     "eagle3, first rejection": (EAGLE, {}),
     "eagle3, two steps, clipped": (EAGLE, {"steps": 2, "clip": 0.5}),
     "dflash, rounds": (DFLASH, {"replay": "rounds", "objective": OnPolicyDistillation()}),
+    "eagle3, text, of a buffer": (EAGLE, {"replay": "text", "steps": 3, "buffer": 8}),
+    "dflash, anchors": (DFLASH, {"replay": "anchors"}),
 }
 
 
@@ -201,6 +205,28 @@ def test_rounds_teach_more_than_first_rejections(domains, tmp_path):
     assert not same(found[0].weights, found[1].weights)
 
 
+@pytest.mark.parametrize("drafter", [EAGLE, replace(DFLASH, anchors=3)], ids=["eagle3", "dflash"])
+def test_text_teaches_what_supervised_training_would(domains, tmp_path, drafter):
+    """The loss of an update against that of the same texts as chats, which the target reads anew."""
+    adapting = adapter(domains, tmp_path, drafter, replay="text")
+    rollouts = adapting.roller.answer(prompts_of(A, 4, seed=1))
+    learner, net, objective = adapting.learner, adapting.learner.net, adapting.learner.sections.objective
+    sequences = pack_rollouts(rollouts, 64).sequences
+    layout = net.layout(sequences, numbers=[(5, 2, 0, row) for row in range(len(sequences.ids_BT))])
+    with torch.no_grad():
+        features = domains.read_packed(sequences, net.needs.taps)
+        drafted = net.rows(sequences, features, layout)
+        terms, _ = objective.terms(drafted, net.logits, TargetTeacher(domains, net), net.needs.depth)
+    counts = objective.counts(layout, net.needs.depth)
+    expected = sum(float(term.sum) / counts[name] for name, term in terms.items())
+    assert learner.learn(rollouts, update=2) == pytest.approx(expected, rel=1e-5)
+
+
+def test_text_needs_an_objective_of_texts():
+    with pytest.raises(UserError, match="objective.class_path is OnPolicyDistillation"):
+        sections(replay="text", objective=OnPolicyDistillation())
+
+
 def first_places(rollout):
     return torch.arange(rollout.rounds.final_RPD.shape[1]) == rollout.rounds.accepted_R[:, None]
 
@@ -211,7 +237,9 @@ def test_later_steps_learn_from_the_newest_answers_kept(domains, tmp_path, monke
     rollouts = adapter(domains, tmp_path).roller.answer([replace(p, key=f"{i}") for i, p in enumerate(prompts_of(A, 16, seed=1))])
     rollouts.sort(key=lambda r: int(r.key))
     read, replayed = [], learner._replayed
-    monkeypatch.setattr(learner, "_replayed", lambda given: read.append([int(r.key) for r in given]) or replayed(given))
+    monkeypatch.setattr(
+        learner, "_replayed", lambda given, seed: read.append([int(r.key) for r in given]) or replayed(given, seed)
+    )
     start = learner.learnt()
 
     def drawn():

@@ -20,7 +20,7 @@ from drafttrain.tasks.adapt_config import AdaptConfig
         ("drafts", 0),
         ("temperature", -1.0),
         ("fall", 1.0),
-        ("replay", "text"),
+        ("replay", "texts"),
         ("buffer", 7),
         ("buffer", True),
         ("buffer", 16.0),
