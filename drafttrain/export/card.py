@@ -31,6 +31,8 @@ MEASURED = (
 """What is taken over from a report."""
 UNMEASURED_DRAFTS = 3
 """Tokens to propose in a round where nothing was measured."""
+TAU = "tau is the mean number of tokens that a target pass yields: 1 + accepted drafts.\n"
+"""Said once, under the first figures."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -60,17 +62,20 @@ def card_text(made: dict[str, Any], report: dict | None) -> str:
     format = format_named(made, "the export")
     use = _serving(format, made, report) if format.engines else _running()
     figures = figures_of(made, report)
+    measured, trained = _shown(figures, "acceptance", "categories", "speed"), _shown(figures, "training")
     parts = [
         _front_matter(format, made),
         _what(format, made),
         _measured(report),
         _benchmarked(made.get("benchmark")),
-        _shown(figures, "acceptance", "categories", "speed"),
+        measured,
+        TAU if measured else "",
         use,
         licence_text(made),
         _notes(format, made, report),
         _training(made),
-        _shown(figures, "training"),
+        trained,
+        TAU if trained and not measured else "",
         _files(made),
     ]
     return "\n".join(part for part in parts if part)

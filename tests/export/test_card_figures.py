@@ -10,7 +10,7 @@ import pytest
 from drafttrain.commands.bench import UNSORTED as BENCH_UNSORTED
 from drafttrain.errors import UserError
 from drafttrain.export import card_bench
-from drafttrain.export.card import card_text, write_card
+from drafttrain.export.card import TAU, card_text, write_card
 from drafttrain.export.card_bench import bench_of, bench_text, tau_by_category
 from drafttrain.export.card_figures import (
     MOST_POINTS,
@@ -210,6 +210,16 @@ def test_what_was_not_measured_has_no_figure(tmp_path):
     text = card_text(MADE | {"benchmark": bench}, REPORT)
     assert links(text) == ["plots/acceptance.png", "plots/speed.png"]
     assert "tau by category" not in text and "fastest chain" not in text
+
+
+def test_what_tau_is_stands_once_under_the_first_figures(tmp_path):
+    bench, curve = {"benchmark": benchmark(tmp_path)}, {"facts": {"curve": CURVE}}
+    assert TAU not in card_text(MADE, None)
+    for made, report, last in (
+        (MADE, REPORT, "acceptance"), (MADE | bench, REPORT, "speed"), (MADE | curve, None, "training"), (MADE | curve | bench, None, "speed"),
+    ):  # fmt: skip
+        before, *after = card_text(made, report).split(f"\n\n{TAU}")
+        assert len(after) == 1 and links(before)[-1] == f"plots/{last}.png" and before.endswith(".")
 
 
 def test_the_benchmark_s_tables(tmp_path):
