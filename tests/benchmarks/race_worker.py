@@ -542,10 +542,11 @@ def their_items(case: Case, sequences: Sequences, taps: int, number: int) -> lis
 
 
 def write_profile(profile: Any, case: Case) -> None:
-    order = "self_device_time_total" if case.cuda else "self_cpu_time_total"
+    host = "self_cpu_time_total"
     with open(str(case.profile), "a") as file:
         print(f"== {case.shape}, {case.drafter} {case.size}, {case.contender}: one step", file=file)
-        print(profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90), file=file)
+        for order in ("self_device_time_total", host) if case.cuda else (host,):
+            print(profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90), file=file)
 
 
 def rate(case: Case) -> dict[str, Any]:
