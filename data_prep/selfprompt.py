@@ -7,6 +7,7 @@ gives what the target takes for a typical user, a seed leads it where the drafte
 Attempts are numbered and sampled in chunks of a fixed size, each kept in `attempts/<source>-00000.json`, and attempt 123 has
 the random stream of its key "self-000123". So a killed run goes on with the chunk that was not finished and ends with the same
 prompts. Several processes take turns at the chunks; the others run at most one round ahead of the leader, who judges them.
+Where fewer prompts are asked for than a chunk has, it is sampled in pieces of that many, and its file grows.
 """
 
 import random
@@ -67,38 +68,45 @@ UNSEEDED = Seeds([], [])
 
 
 class Attempts:
-    """Chunks of judged attempts, one after the other."""
+    """Judged attempts, one piece of a chunk after the other."""
 
     def __init__(self, source: "SelfPrompts", work: Work, seeds: Seeds = UNSEEDED):
         self.source = source
         self.work = work
         self.seeds = seeds
         self.prefix, self.closing = ([], ()) if seeds else work.target.user_prefix()
-        self.chunks = 0
+        self.piece = min(source.count, work.chunk)
+        self.judged = 0
         self._seen = {fingerprint(example) for example in seeds.examples}
 
     def next(self) -> list[tuple[str, str, str | None]]:
-        """(key, text, None or why it is dropped) of the next chunk, in order of the attempts' numbers."""
-        path, team = self._path(self.chunks), self.work.team
-        if team.mine(self.chunks):
-            self._make(self.chunks)
-        team.wait_until(path.exists)
-        again = "delete it and run data_prep again: it samples these prompts anew"
-        rows = read_sealed(path, "the sampled prompts", again, keys=["rows"])["rows"]
-        self.chunks += 1
+        """(key, text, None or why it is dropped) of the next piece, in order of the attempts' numbers."""
+        chunk, first = divmod(self.judged, self.work.chunk)
+        end = min(first + self.piece, self.work.chunk)
+        if self.work.team.mine(chunk):
+            self._make(chunk, end)
+        self.work.team.wait_until(lambda: len(self._rows(chunk)) >= end)
+        rows = self._rows(chunk)[first:end]
+        self.judged += len(rows)
         return [(row["key"], *self._judge(row)) for row in rows]
 
     def help(self, over: Callable[[], bool]) -> None:
         """What a process that does not lead does: its chunks, until they are not needed any more."""
-        team = self.work.team
+        team, size = self.work.team, self.work.chunk
         chunk = team.rank
         while True:
-            leaders = self._path(chunk - team.rank - team.world)
-            team.wait_until(lambda: chunk < team.world or leaders.exists() or over())  # noqa: B023  (called at once)
+            team.wait_until(lambda: self._needed(chunk) or over())  # noqa: B023  (called at once)
             if over():
                 return
-            self._make(chunk)
+            self._make(chunk, size)
             chunk += team.world
+
+    def _needed(self, chunk: int) -> bool:
+        """Whether a process that does not lead makes this chunk yet. Nobody runs ahead where even the first may be too much."""
+        team = self.work.team
+        if self.piece < self.work.chunk:
+            return len(self._rows(chunk - 1)) == self.work.chunk
+        return chunk < team.world or self._path(chunk - team.rank - team.world).exists()
 
     @property
     def begun(self) -> bool:
@@ -108,12 +116,19 @@ class Attempts:
     def _path(self, chunk: int) -> Path:
         return self.work.folder / "attempts" / f"{self.source.name}-{chunk:05d}.json"
 
-    def _make(self, chunk: int) -> None:
-        if not self._path(chunk).exists():
-            write_sealed(self._path(chunk), {"rows": self._sample(chunk)})
+    def _rows(self, chunk: int) -> list[dict]:
+        """What is there of a chunk. UserError if it is damaged."""
+        path = self._path(chunk)
+        again = "delete it and run data_prep again: it samples these prompts anew"
+        return read_sealed(path, "the sampled prompts", again, keys=["rows"])["rows"] if path.exists() else []
 
-    def _sample(self, chunk: int) -> list[dict]:
-        numbers = range(chunk * self.work.chunk, (chunk + 1) * self.work.chunk)
+    def _make(self, chunk: int, end: int) -> None:
+        """The chunk's attempts up to this one; those that an earlier process made stay."""
+        rows, start = self._rows(chunk), chunk * self.work.chunk
+        if len(rows) < end:
+            write_sealed(self._path(chunk), {"rows": [*rows, *self._sample(range(start + len(rows), start + end))]})
+
+    def _sample(self, numbers: range) -> list[dict]:
         requests = [self._request(number) for number in numbers]
         ask = Watched(self.work.ask, f"{self.source.name}: attempts from number {numbers[0] + 1:,} on", self.work.say)
         rollouts = ask(requests, self.source.temperature, self.source.top_p, None)

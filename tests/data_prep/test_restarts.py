@@ -157,33 +157,49 @@ def test_what_the_machine_refuses_is_a_sentence(error):
 
 def test_a_helper_samples_its_chunks_and_runs_one_round_ahead(work):
     """Rank 1 of 3: chunk 1 at once, chunk 4 when the leader has made chunk 0, chunk 7 when it has made chunk 3."""
-    source, made = SelfPrompts(count=4, max_tokens=30), work.folder / "attempts"
+    source, made = SelfPrompts(count=5, max_tokens=30), work.folder / "attempts"
     leader, helper = Attempts(source, work), Attempts(source, _member(work, 1, 3))
     seen: list[list[str]] = []
 
     def over() -> bool:
         seen.append(sorted(path.stem[-5:] for path in made.glob("*.json")))
         if len(seen) == 4:  # a round later than chunk 1 was made
-            leader._make(0)
+            leader._make(0, work.chunk)
         return len(seen) >= 8
 
     helper.help(over)
     assert seen[-1] == ["00000", "00001", "00004"]
     alone = Attempts(source, _member(work, 0, 1, made.parent.parent / "alone"))
     for chunk in range(5):
-        alone._make(chunk)
+        alone._make(chunk, work.chunk)
     for name in seen[-1]:
         assert (made / f"self-{name}.json").read_bytes() == (alone._path(int(name))).read_bytes()
 
 
 def test_the_leader_waits_for_the_chunks_of_others(work):
-    leader = Attempts(SelfPrompts(count=4, max_tokens=30), _member(work, 0, 2))
+    leader = Attempts(SelfPrompts(count=5, max_tokens=30), _member(work, 0, 2))
     other = FakeSpeech(work.target)
-    late = threading.Timer(0.5, Attempts(leader.source, replace(_member(work, 1, 2), ask=other))._make, [1])
+    late = threading.Timer(0.5, Attempts(leader.source, replace(_member(work, 1, 2), ask=other))._make, [1, 5])
     late.start()
     assert [len(leader.next()) for _ in range(3)] == [work.chunk] * 3
     late.join()
     assert (work.ask.calls, other.calls) == (2, 1)
+
+
+def test_a_helper_does_not_run_ahead_where_fewer_prompts_than_a_chunk_are_asked_for(work):
+    """The leader may need all of chunk 0, piece by piece; only then does rank 1 make chunk 1."""
+    source, made = SelfPrompts(count=2, max_tokens=30), work.folder / "attempts"
+    leader, helper = Attempts(source, _member(work, 0, 2)), Attempts(source, _member(work, 1, 2))
+    seen: list[list[str]] = []
+
+    def over() -> bool:
+        seen.append(sorted(path.stem[-5:] for path in made.glob("*.json")))
+        if len(seen) % 2 == 0 and leader.judged < work.chunk:
+            leader.next()
+        return len(seen) >= 10
+
+    helper.help(over)
+    assert leader.judged == work.chunk and seen[5] == ["00000"] and seen[-1] == ["00000", "00001"]
 
 
 def _member(work, rank: int, world: int, folder: Path | None = None):

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -203,14 +204,51 @@ def test_sampled_chunks_are_found_again(work, ledger):
 
 
 def test_interrupted_sampling_ends_with_the_same_prompts(work, target, tmp_path, said):
-    from dataclasses import replace
-
     source = SelfPrompts(count=12, max_tokens=30)
     whole = source.collect(work, Ledger())
     broken = replace(work, folder=tmp_path / "other", ask=FakeSpeech(target, stop_after=1))
     with pytest.raises(RuntimeError):
         source.collect(broken, Ledger())
     assert source.collect(replace(broken, ask=FakeSpeech(target)), Ledger()) == whole
+
+
+def asked_for(work, folder, count: int, **options) -> tuple[list, dict, list[str], dict]:
+    """(prompts, ledger, keys that the target was asked for, files) of a few self-prompts; again until nothing stops it."""
+    source, asked = SelfPrompts(count=count, max_tokens=30), []
+    while True:
+        speech, ledger = FakeSpeech(work.target, **options), Ledger()
+        try:
+            found = source.collect(replace(work, folder=folder, ask=speech), ledger)
+        except RuntimeError:
+            continue
+        finally:
+            asked += [request.key for request in speech.requests]
+        files = {path.name: path.read_bytes() for path in (folder / "attempts").iterdir()}
+        return found, ledger.facts(len(found)), asked, files
+
+
+def test_no_more_attempts_than_prompts_are_made_at_once(work, tmp_path):
+    """They are the first ones of those that a whole chunk would have given, and judged alike."""
+    work = replace(work, chunk=8)
+    whole, *_ = asked_for(work, tmp_path / "whole", 8)
+    for count in (1, 2, 3, 5):
+        found, facts, asked, files = asked_for(work, tmp_path / str(count), count)
+        assert found == whole[:count] and facts["in"] == len(asked) == count + sum(facts["dropped"].values())
+        assert len(asked) < int(found[-1].key[-6:]) + 1 + count  # the last piece at most was too much
+        assert sorted(asked) == [f"self-{number:06d}" for number in range(len(asked))]
+        stopped, again, _, left = asked_for(work, tmp_path / f"stopped-{count}", count, stop_after=1)
+        assert (stopped, again, left) == (found, facts, files)
+
+
+def test_a_chunk_that_is_longer_than_needed_gives_the_same(work, tmp_path):
+    """As an earlier version made it, or a larger count before the prompts were decided."""
+    found, facts, asked, _ = asked_for(work, tmp_path / "small", 2)
+    asked_for(work, tmp_path / "large", 5)
+    assert asked_for(work, tmp_path / "large", 2)[:3] == (found, facts, []) and len(asked) < 5
+    asked_for(work, tmp_path / "small", 5)
+    assert (tmp_path / "small" / "attempts" / "self-00000.json").read_bytes() == (
+        tmp_path / "large" / "attempts" / "self-00000.json"
+    ).read_bytes()
 
 
 def test_prompts_longer_than_the_window_are_refused(work, ledger):
