@@ -30,6 +30,8 @@ SUPERVISED = "bold black on green"
 OPEN, CLOSE = "⟦", "⟧"
 """Around supervised stretches where there is no colour."""
 STORED = "token store"
+MOST_NAMED = 5
+"""Rows that are named of those with one fault."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,14 @@ class Shown:
     """Text of each token and whether it is supervised [T]; the texts joined are the chat."""
     method: str
     notes: list[str]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A row that cannot be masked."""
+
+    number: int
+    why: str
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,36 +83,47 @@ def show(options: argparse.Namespace, target: TargetConfig | None) -> None:
     """Print the chats of `options.file` with the tokenizer of `--tokenizer`, else of `target`, else of the store's target.
 
     Raises:
-        UserError: nothing can be read, or some chats could not be masked (each named on stderr; the others are printed first).
+        UserError: nothing can be read, or some chats could not be masked (each fault is named on stderr, once; the others are printed first).
     """
     found = _stored(options, target) if options.file.is_dir() else _masked(options, target)
     console = Console(highlight=False)
     write = _json_line if options.json else _printer(console)
-    shown, failed = 0, 0
+    shown, faults = 0, dict[str, list[int]]()
     try:
         for chat in islice(found, options.limit):
             if isinstance(chat, Shown):
                 write(chat)
                 shown += 1
             else:
-                sys.stdout.flush()  # so that both streams read in order
-                print(f"error: {chat}", file=sys.stderr)
-                failed += 1
+                faults.setdefault(chat.why, []).append(chat.number)
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
-    if failed:
-        raise UserError(f"{failed} of {failed + shown} chats of {options.file} could not be masked; they are named above.")
+    if faults:
+        raise _explained(options.file, faults, shown)
     if not shown:
         raise UserError(f"{options.file} holds no chat; give rows like {FORMS}.")
+
+
+def _explained(file: Path, faults: dict[str, list[int]], shown: int) -> UserError:
+    """What is wrong with a file's rows (fault -> their numbers). Where it is that of all of them, that is the error; else faults are printed before it."""
+    refused = sum(map(len, faults.values()))
+    for why, (first, *others) in faults.items():
+        if not shown and refused == 1 + len(others):
+            like = f", like all {refused:,} rows that were read" if others else ""
+            return UserError(f"{file} row {first}{like}: {why}")
+        named, left = others[: MOST_NAMED - 1], len(others[MOST_NAMED - 1 :])
+        more = ", ".join([*map(str, named), *([f"{left:,} more"] if left else [])])
+        print(f"error: {file} row {first}" + (f" (and {more})" if more else "") + f": {why}", file=sys.stderr)
+    return UserError(f"{refused:,} of {refused + shown:,} chats of {file} could not be masked; they are named above.")
 
 
 # --- chats from a file --------------------------------------------------------------------------------------------------------
 
 
-def _masked(options: argparse.Namespace, target: TargetConfig | None) -> Iterator[Shown | str]:
-    """Chats of a file, rendered; a sentence in place of one that cannot be masked."""
+def _masked(options: argparse.Namespace, target: TargetConfig | None) -> Iterator[Shown | Refused]:
+    """Chats of a file, rendered; why, in place of one that cannot be masked."""
     if not options.file.exists():
         raise UserError(f"there is no {options.file}; give a file of chats or the folder of a token store.")
     chat = load_template(_wanted(options, target), options.template)
@@ -113,7 +134,7 @@ def _masked(options: argparse.Namespace, target: TargetConfig | None) -> Iterato
             messages, tools = chat_of(row)
             found = supervise(chat, messages, tools, last_turn_only=options.last_turn_only, reasoning=not options.no_reasoning)
         except UserError as error:
-            yield f"{options.file} row {number}: {error}"
+            yield Refused(number, str(error))
         else:
             yield Shown(f"row {number}", list(zip(found.pieces, found.mask, strict=True)), found.method, found.notes)
 

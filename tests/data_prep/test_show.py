@@ -108,6 +108,25 @@ def test_a_broken_row_is_named_and_the_others_are_shown(capsys, chats, tokenizer
     assert lines[4].startswith("error: 4 of 6 chats")
 
 
+def test_a_fault_of_many_rows_is_said_once(capsys, chats, tokenizer):
+    prompt, other = {"prompt": "two?"}, {"text": "no chat"}
+    code, out, err = run(capsys, file := chats(*[prompt] * 1200), "--tokenizer", tokenizer)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(
+        f"error: {file} row 1, like all 1,200 rows that were read: it is a prompt with no assistant turn, so there"
+    )
+    _, _, err = run(capsys, file, "--tokenizer", tokenizer, "--limit", "3")
+    assert "row 1, like all 3 rows that were read: it is" in err
+    assert len(run(capsys, chats(other), "--tokenizer", tokenizer)[2].splitlines()) == 1
+    code, out, err = run(capsys, chats(other, *[prompt] * 3, GOOD, *[prompt] * 4), "--tokenizer", tokenizer)
+    assert code == 2 and "row 5: " in out
+    first, second, count = err.splitlines()
+    assert " row 1: it holds no chat;" in first and " row 2 (and 3, 4, 6, 7, 2 more): it is a prompt with no" in second
+    assert count == f"error: 8 of 9 chats of {file} could not be masked; they are named above."
+    _, _, err = run(capsys, chats(prompt, GOOD, prompt), "--tokenizer", tokenizer)
+    assert " row 1 (and 3): it is" in err and "more" not in err
+
+
 @pytest.mark.parametrize(
     "row",
     [
