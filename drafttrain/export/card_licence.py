@@ -1,13 +1,14 @@
 """The licence in an export: what the recipe says, else what the target's own files say, and a sentence wherever a reader has to know more.
 
-drafttrain.json: license, license_name, license_link    for the front matter; the name and the link only of what the Hub calls `other`
+drafttrain.json: license, license_name, license_link    for the front matter; the name and the link only of what the Hub calls `other`; a list
+                                                        where the target's files name several licences
                  target_license                         what the target's files say, null where they say nothing
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from drafttrain.target.origin import Origin
+from drafttrain.target.origin import OTHER, Origin
 
 KEYS = ("license", "license_name", "license_link")
 TARGETS = "target_license"
@@ -31,10 +32,10 @@ def licence_text(made: Mapping[str, Any]) -> str:
     if target is None:
         return "## Licence\n\nThe licence of the target was not found in its files: look it up before you use or pass on this drafter.\n"
     if _same(made["license"], target["license"]):
-        return f"## Licence\n\n{_named(target)}, as the target's own files say of the target.\n"
+        return f"## Licence\n\n{_named(target)}, as the target's own files say of the target.{_which(target)}\n"
     return (
         f"## Licence\n\nThis drafter was put under {_named(made)}, but the target's own files say {_named(target)}, whose terms may bind what was "
-        "trained on its answers: read both.\n"
+        f"trained on its answers: read both.{_which(target)}\n"
     )
 
 
@@ -49,19 +50,31 @@ def licence_warning(made: Mapping[str, Any]) -> str | None:
     )
 
 
-def _same(one: str | None, other: str | None) -> bool:
-    return one is not None and other is not None and one.strip().lower() == other.strip().lower()
+def _same(one: str | list[str] | None, other: str | list[str] | None) -> bool:
+    words, others = ({each.strip().lower() for each in _several(license)} for license in (one, other))
+    return bool(words) and words == others
+
+
+def _several(license: str | list[str] | None) -> list[str]:
+    return [license] if isinstance(license, str) else license or []
+
+
+def _which(said: Mapping[str, Any]) -> str:
+    """What a list leaves open."""
+    several = len(_several(said["license"])) > 1
+    return " Which of these holds for what, or whether one may be chosen, only its authors can say." if several else ""
 
 
 def _named(said: Mapping[str, Any]) -> str:
     """The licence in a sentence of Markdown: words of somebody else's file, which must not become a link or a page of their own."""
     name, link = said.get("license_name"), said.get("license_link")
     extra = "".join([f", called `{_code(name)}`" if name else "", f", at <{link}>" if link and _clean(link) else ""])
-    return f"`{_code(said['license'])}`{extra}"
+    return " and ".join(f"`{_code(each)}`{extra if each == OTHER else ''}" for each in _several(said["license"]))
 
 
 def _plain(said: Mapping[str, Any]) -> str:
-    return said["license"] + (f" ({said['license_name']})" if said.get("license_name") else "")
+    extra = f" ({said['license_name']})" if said.get("license_name") else ""
+    return " and ".join(each + (extra if each == OTHER else "") for each in _several(said["license"]))
 
 
 def _code(words: str) -> str:

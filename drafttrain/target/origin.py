@@ -27,6 +27,9 @@ LONGEST_CARD = 1 << 20
 """Bytes of a model card that are read."""
 LONGEST = 200
 """Characters of a name or a link at most."""
+MOST_LICENCES = 8
+OTHER = "other"
+"""What the Hub calls a licence that it has no word for."""
 REPOSITORY = re.compile(r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)?([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)/?")
 BESIDE = re.compile(r"[\w-][\w.-]*(?:/[\w-][\w.-]*)*")
 """A link to a file in the same repository."""
@@ -43,8 +46,8 @@ WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 class Origin:
     """What was found; None for what was not."""
 
-    license: str | None = None
-    """As the Hub spells it."""
+    license: str | list[str] | None = None
+    """As the Hub spells it; a list where several are named."""
     license_name: str | None = None
     """Of a licence that the Hub calls `other`."""
     license_link: str | None = None
@@ -153,10 +156,17 @@ def _behind(data: mmap.mmap, at: int, kind: int, count: int) -> int:
 
 def _licensed(said: Mapping[Any, Any], names: tuple[str, str, str]) -> Origin:
     """A name and a link belong to a licence that the Hub has no word for."""
-    license, name, link = (_text(said.get(key)) for key in names)
-    if license is None or license.lower() != "other":
-        return Origin(license)
-    return Origin("other", name, link)
+    named, name, link = _texts_of(said.get(names[0])), _text(said.get(names[1])), _text(said.get(names[2]))
+    named = [OTHER if each.lower() == OTHER else each for each in named]
+    license = named[0] if len(named) == 1 else named or None
+    return Origin(license, name, link) if OTHER in named else Origin(license)
+
+
+def _texts_of(value: Any) -> list[str]:
+    """The different ones of a list, or one by itself; [] where one of them makes no sense, for the others alone would say too little."""
+    values = value if isinstance(value, list) else [value]
+    found = [text for each in values[: MOST_LICENCES + 1] if (text := _text(each)) is not None]
+    return list(dict.fromkeys(found)) if len(values) == len(found) <= MOST_LICENCES else []
 
 
 def _text(value: Any) -> str | None:

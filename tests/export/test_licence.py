@@ -74,6 +74,19 @@ def test_a_licence_of_its_own_comes_with_its_name_and_a_link_that_works(run, cap
     assert front["license_name"] == "tongyi-qianwen" and "license_link" not in front
 
 
+def test_several_licences_are_all_carried_over(run, capsys):
+    """The Hub's metadata may be a list, and does not say whether all of them bind."""
+    card = "---\nlicense: [llama3.1, mit]\n---\n"
+    front, text, said = exported(run, capsys, card)
+    assert front["license"] == made(run)["license"] == ["llama3.1", "mit"] and "warning" not in said and MISSING not in text
+    assert "`llama3.1` and `mit`, as the target's own files say of the target. Which of these holds for what" in text
+    text = exported(run, capsys, "---\nlicense: [mit, other]\nlicense_name: tongyi\n---\n")[1]
+    assert "`mit` and `other`, called `tongyi`, as" in text
+    front, text, said = exported(run, capsys, card, "--export.license", "mit")  # one of them is not all of them
+    assert front["license"] == "mit" and "under `mit`, but the target's own files say `llama3.1` and `mit`, whose" in text
+    assert "but the target's own files say llama3.1 and mit; the card" in said and "Which of these holds" in text
+
+
 @pytest.mark.parametrize("card", [None, "---\nlicense: {a\n---\n", "# A card without front matter\n"])
 def test_what_is_not_known_is_said_once_and_not_made_up(run, capsys, card):
     front, text, said = exported(run, capsys, card)

@@ -46,7 +46,12 @@ OTHER = "---\ntags: [a]\nlicense: other\nlicense_name: tongyi\nlicense_link: LIC
         ("# A card\n\nlicense: mit\n", Origin()),
         ("text\n---\nlicense: mit\n---\n", Origin()),
         ("---\nlicense: mit\n", Origin()),  # never closed
-        ("---\nlicense: [a, b]\n---\n", Origin()),
+        ("---\nlicense: [mit, apache-2.0, mit]\n---\n", Origin(["mit", "apache-2.0"])),
+        ("---\nlicense:\n- Other\n- mit\nlicense_name: x\n---\n", Origin(["other", "mit"], "x")),
+        ("---\nlicense: [mit, {a: b}]\n---\n", Origin()),  # of several a part says too little
+        ("---\nlicense: [mit, no]\n---\n", Origin()),
+        ("---\nlicense: []\n---\n", Origin()),
+        (f"---\nlicense: {list('abcdefghi')}\n---\n", Origin()),
         ("---\nlicense: no\n---\n", Origin()),
         ("---\nlicense: ''\n---\n", Origin()),
         ("---\nlicense: \"a\\nb\"\n---\n", Origin()),
