@@ -18,6 +18,7 @@ from torch import nn
 
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
+from drafttrain.tasks.muon import BatchedMuon
 from drafttrain.tasks.strategy import uses_deepspeed
 
 SCHEDULES = ("cosine", "wsd", "constant")
@@ -80,7 +81,7 @@ class OptimizerConfig:
 
 
 class AdamWAndMuon(torch.optim.Optimizer):
-    """AdamW for some weights and torch's Muon for others, to be stepped, scheduled, saved and loaded as one."""
+    """AdamW for some weights and Muon for others, to be stepped, scheduled, saved and loaded as one."""
 
     def __init__(self, adamw: torch.optim.Optimizer, muon: torch.optim.Optimizer):
         self._parts = (adamw, muon)
@@ -125,7 +126,7 @@ def make_optimizer(config: OptimizerConfig, net: nn.Module, fused: bool, tokens:
         raise UserError(
             f"optimizer.muon_lr is {config.muon_lr}, but torch {torch.__version__} has no Muon; install torch 2.9 or newer, or set it to null."
         )
-    muon = torch.optim.Muon(turned, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon = BatchedMuon(turned, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
     return AdamWAndMuon(_adamw(config, groups, fused), muon) if groups else muon
 
 
