@@ -65,7 +65,7 @@ class Field:
         self._read(process, *kept)
 
     def together(self, cases: list[tuple[str, str, int, str]]) -> None:
-        """All at once; the gate opens when all are warm or at an end, or after --compile-seconds for those that are."""
+        """All at once; the gate opens when all are warm or at an end, or after --compile-seconds for those that are, and not before --when exists."""
         gate, opens = self.work / "gate", time.monotonic() + self.args.compile_seconds
         shutil.rmtree(gate, ignore_errors=True)
         gate.mkdir()
@@ -73,6 +73,8 @@ class Field:
         while time.monotonic() < min(opens, self.until):
             if all(process.poll() is not None or (gate / name).exists() for process, *_, name in started):
                 break
+            time.sleep(0.1)
+        while self.args.when and not self.args.when.exists() and time.monotonic() < self.until:
             time.sleep(0.1)
         late = [process for process, *_, name in started if process.poll() is None and not (gate / name).exists()]
         for process in late:
@@ -191,6 +193,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--theirs", type=str.split, default=[], help="more of their flags: '--full-attention-indices 0'")
     parser.add_argument("--together", action="store_true", help="of cold caches; the start is not timed then")
     parser.add_argument("--compile-seconds", type=float, default=300.0)
+    parser.add_argument(
+        "--when", type=Path, help="with --together: measure once this file exists, so that others can use the machine until then"
+    )
     parser.add_argument("--speculators", type=Path)
     parser.add_argument("--seconds", type=float, default=560.0)
     parser.add_argument("--device", default="cuda")
