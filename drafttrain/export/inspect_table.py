@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from drafttrain.drafters.base import DrafterNet
+from drafttrain.drafters.base import PLACES, DrafterNet
 from drafttrain.drafters.published import Published
 from drafttrain.drafters.registry import known_drafters
 from drafttrain.drafters.source import MAPS
@@ -85,15 +85,22 @@ def _mend_layout(config: dict[str, Any], inner: dict[str, Any], first: int) -> N
 
 def net_table(reading: Reading, found: Published, config: Mapping[str, Any], words: int | None) -> tuple[Table, set[str]] | None:
     """The tensors that stand for our net's weights in a published layout or a checkpoint, and those that may be missing; None, with the reason,
-    where no such net can be built.
+    where no such net can be built from the folder alone.
 
     Args:
         config: its class's options.
         words: Vd; None where it speaks with the target's head.
     """
-    sizes = sizes_of(reading)
+    sizes, own_sizes = sizes_of(reading), (reading.folder.record or {}).get("own_sizes") or {}
     try:
-        net = _outlined(reading, found.drafter, dict(config), sizes, words)
+        options = dict(config)
+        began = next((options[name] for name in PLACES if options.get(name) is not None), None)
+        if began is not None and not own_sizes:
+            reading.note(
+                f"it began as {began}, whose sizes an earlier version did not save, so its tensors are not held to them."
+            )
+            return None
+        net = _outlined(reading, found.drafter, options, sizes, words, own_sizes)
     except UserError as error:
         reading.complain(str(error))
         return None
@@ -132,8 +139,10 @@ def _widen(reading: Reading, table: Table) -> None:
     )
 
 
-def _outlined(reading: Reading, drafter: str, options: dict[str, Any], sizes: dict[str, Any], words: int | None) -> DrafterNet:
-    """Our net on `meta`. Raises UserError for a class that this version does not know."""
+def _outlined(
+    reading: Reading, drafter: str, options: dict[str, Any], sizes: dict[str, Any], words: int | None, own_sizes: dict[str, Any]
+) -> DrafterNet:
+    """Our net on `meta`, of which nothing outside the folder is read. Raises UserError for a class that this version does not know."""
     classes = known_drafters()
     if drafter not in classes:
         raise UserError(f"it is a {drafter}, which this version does not know ({', '.join(classes)}); update drafttrain.")
@@ -142,7 +151,7 @@ def _outlined(reading: Reading, drafter: str, options: dict[str, Any], sizes: di
     target = outline(sizes, reading.layers or max([OUTLINE_LAYERS, *(tap + 2 for tap in reading.taps or ())]))
     vocabulary = DraftVocabulary(torch.arange(vocab if words is None else min(words, vocab)), vocab)
     with torch.device("meta"):
-        return config.build(target, vocabulary)
+        return config.rebuild(target, vocabulary, own_sizes)
 
 
 def outline(sizes: Mapping[str, Any], layers: int) -> Target:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from drafters.test_faces import DRAFTERS, net_for
+from drafters.test_faces import DRAFTERS, net_for, shaken
 from drafters.test_measured import EAGLE3
 from drafters.test_published import PUBLISHED, source, write
 from drafters.test_published_blocks import PUBLISHED as PUBLISHED_BLOCKS
@@ -18,6 +18,8 @@ from safetensors.torch import save_file
 from tiny import ARCHITECTURES
 
 from drafttrain.cli import main
+from drafttrain.drafters.independent import Independent
+from drafttrain.drafters.language_model import Checkpoint
 from drafttrain.drafters.save import save_drafter
 from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
@@ -236,6 +238,29 @@ def test_a_checkpoint_of_ours_that_lost_something(tiny_llama, tmp_path):
         assert any(words in fault for fault in inspect_folder(str(tmp_path / "best")).faults)
     (tmp_path / "best" / "drafter.json").write_text("{}")
     assert any("drafter.json has no class_path" in fault for fault in inspect_folder(str(tmp_path / "best")).faults)
+
+
+def test_a_checkpoint_is_looked_at_without_the_model_that_it_began_as(tiny_llama, target_folders, tmp_path, monkeypatch):
+    """Which may be gone, be another one by now, or lie where a stranger's folder says."""
+    net = shaken(Independent(model=str(target_folders("llama"))).build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab)))
+    save_drafter(tmp_path / "best", net, net.config, tiny_llama.identity, {})
+    monkeypatch.setattr(Checkpoint, "open", lambda *_: pytest.fail("the model's own folder was opened"))
+    found = inspect_folder(str(tmp_path / "best"))
+    assert not found.faults and not found.notes and "(Independent)" in dict(found.lines)["what"]
+
+    file = tmp_path / "best" / "drafter.json"
+    record = json.loads(file.read_text())
+    shape = record["own_sizes"]["shape"]
+    for sizes, words in (
+        (record["own_sizes"] | {"shape": shape | {"intermediate": 40}}, "down_proj.weight is .* instead of .32, 40."),
+        ({"layers": 2}, "no Independent can be built from what it says of itself"),
+    ):
+        file.write_text(json.dumps(record | {"own_sizes": sizes}))
+        assert any(re.search(words, fault) for fault in inspect_folder(str(tmp_path / "best")).faults)
+    del record["own_sizes"]
+    file.write_text(json.dumps(record))
+    found = inspect_folder(str(tmp_path / "best"))
+    assert not found.faults and "whose sizes an earlier version did not save" in found.notes[0] and len(found.notes) == 1
 
 
 # ---- the target ------------------------------------------------------------------------------------------------------------------
