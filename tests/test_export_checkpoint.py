@@ -127,6 +127,10 @@ def test_an_interrupted_state_is_refused_by_name(made, capsys):
 
 def test_a_state_that_is_cut_off_or_gone_is_refused(made, capsys):
     state = step(made) / "state"
+    whole = bytearray(state.read_bytes())
+    whole[len(whole) // 2] ^= 1  # in a weight, where torch.load sees nothing
+    state.write_bytes(whole)
+    assert "is not whole (state does not hold what was saved there)" in refused(made, capsys, "--checkpoint", step(made))
     os.truncate(state, state.stat().st_size // 2)
     assert f"export.checkpoint {step(made)} is not whole (" in refused(made, capsys, "--checkpoint", step(made))
     state.unlink()

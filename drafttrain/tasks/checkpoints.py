@@ -2,6 +2,7 @@
 
     checkpoints/last/step_00000400/          what `train` continues from
         state                                Lightning's checkpoint: a file, or DeepSpeed's folder
+        state/.../*.pt.sha256                beside each of DeepSpeed's pieces; earlier versions wrote none
         train.json                           where the run stood, and the parts of the recipe that must not change
     checkpoints/last/writing_00000600/       being written; renamed when whole, removed at the next save otherwise
 
@@ -10,6 +11,7 @@ An older step is deleted only behind the rename of a newer one, so a process kil
 
 import json
 import os
+import re
 import shutil
 import zipfile
 from dataclasses import asdict, dataclass
@@ -17,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from drafttrain.errors import UserError
-from drafttrain.files import read_json, sync
+from drafttrain.files import read_json, sha256_file, sync
 from drafttrain.tasks.distill import Position
 
 STATE, FACTS = "state", "train.json"
+PIECES, SUM = "*.pt", ".sha256"
 
 
 @dataclass(frozen=True)
@@ -58,21 +61,45 @@ def find_last(checkpoints: Path) -> Saved | None:
     return Saved(steps[-1], Position(**facts["position"]), facts["recipe"], facts["share"])
 
 
-def require_readable(saved: Saved) -> None:
-    """UserError where the state is a file that was cut short or changed since it was written: by a disk or a copy, since a save is renamed when whole."""
-    if saved.state.is_dir():
-        return  # DeepSpeed's own
-    try:
-        with zipfile.ZipFile(saved.state) as pieces:  # what torch.save writes; each piece carries a checksum
-            whole = pieces.testzip() is None
-    except (zipfile.BadZipFile, OSError):
-        whole = False
-    if not whole:
-        checkpoints = saved.folder.parent.parent
+def require_readable(saved: Saved, rank: int = 0, world: int = 1) -> None:
+    """UserError where the state was cut short or changed since it was written: by a disk or a copy, since a save is renamed when whole.
+
+    Of DeepSpeed's pieces each of the `world` processes looks at its share.
+    """
+    if found := damaged(saved.state, rank, world):
+        checkpoints, what = saved.folder.parent.parent, "damaged or cut short" if found[0].exists() else "gone"
         raise UserError(
-            f"{saved.state} is damaged or cut short, so the run cannot go on from it; restore it, or delete {saved.folder}/ to begin training anew "
+            f"{found[0]} is {what}, so the run cannot go on from it; restore it, or delete {saved.folder}/ to begin training anew "
             f"({checkpoints}/best/ stays)."
         )
+
+
+def damaged(state: Path, rank: int = 0, world: int = 1) -> list[Path]:
+    """Files of a state, or of a folder of DeepSpeed's pieces, that are not what was saved, or gone. A piece without a sum is believed."""
+    if state.is_dir():
+        pieces = [file.with_suffix("") for file in sorted(state.rglob(PIECES + SUM))[rank::world]]
+        return [piece for piece in pieces if not _as_summed(piece)]
+    try:
+        # What torch.save writes: each record carries a checksum, at which torch.load does not look.
+        with zipfile.ZipFile(state) as records:
+            return [] if records.testzip() is None else [state]
+    except Exception:  # of a damaged header zipfile raises what its reader happens to meet
+        return [state]
+
+
+def _as_summed(piece: Path) -> bool:
+    try:
+        return piece.with_name(piece.name + SUM).read_bytes().split()[:1] == [sha256_file(piece).encode()]
+    except OSError:
+        return False
+
+
+def _sum_pieces(state: Path, rank: int) -> None:
+    """Writes the sum of each piece that this process saved, as `sha256sum --check` reads it."""
+    for piece in state.rglob(PIECES):
+        writer = re.search(r"pp_rank_(\d+)_", piece.name)
+        if (int(writer[1]) if writer else 0) == rank:
+            piece.with_name(piece.name + SUM).write_text(f"{sha256_file(piece)}  {piece.name}\n")
 
 
 def save_state(trainer, checkpoints: Path, position: Position, recipe: dict[str, Any], share: dict[str, int]) -> None:
@@ -85,6 +112,9 @@ def save_state(trainer, checkpoints: Path, position: Position, recipe: dict[str,
         writing.mkdir(parents=True)
     trainer.strategy.barrier("checkpoint folder")
     trainer.save_checkpoint(writing / STATE)
+    if (writing / STATE).is_dir():
+        _sum_pieces(writing / STATE, trainer.global_rank)
+        trainer.strategy.barrier("checkpoint summed")
     if trainer.is_global_zero:
         facts = {"position": asdict(position), "recipe": recipe, "share": share}
         (writing / FACTS).write_text(json.dumps(facts, indent=1) + "\n")

@@ -16,6 +16,7 @@ import importlib.util
 import io
 import os
 import pickle
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.files import read_json, typed_path
-from drafttrain.tasks.checkpoints import FACTS, STATE, find_last
+from drafttrain.tasks.checkpoints import FACTS, STATE, damaged, find_last
 
 NET = "net."
 """What the task calls its drafter."""
@@ -126,6 +127,8 @@ def _interrupted(where: str) -> UserError:
 
 
 def _plain(file: Path) -> dict[str, Tensor]:
+    if zipfile.is_zipfile(file):  # what else there may be has no checksums
+        _require_undamaged(file)
     return torch.load(file, map_location="cpu", weights_only=True)["state_dict"]
 
 
@@ -138,6 +141,7 @@ def _consolidated(folder: Path) -> dict[str, Tensor]:
             raise ValueError(f"it has no file `{LATEST}`, which is written last")
         root, tag = folder, (folder / LATEST).read_text().strip()
     _require_pieces(root / tag)
+    _require_undamaged(root / tag)
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
             f"{folder} was saved by DeepSpeed, which is not installed here and has to put its pieces together; install drafttrain[deepspeed]."
@@ -147,6 +151,12 @@ def _consolidated(folder: Path) -> dict[str, Tensor]:
     with contextlib.redirect_stdout(io.StringIO()):  # it tells what it counts
         found = get_fp32_state_dict_from_zero_checkpoint(str(root), tag=tag)
     return {name.removeprefix("_forward_module."): value for name, value in found.items()}
+
+
+def _require_undamaged(state: Path) -> None:
+    """ValueError that names a file whose bytes are not those that were saved."""
+    if found := damaged(state):
+        raise ValueError(f"{found[0].name} does not hold what was saved there")
 
 
 def _require_pieces(folder: Path) -> None:

@@ -129,7 +129,7 @@ def train(
                 f"{checkpoints}/ is finished: {saved.position.step} of {sections.max_steps} steps; raise trainer.max_steps to go on."
             )
             return checkpoints / "best"
-        require_readable(saved)
+        require_readable(saved, topology.rank, topology.world)
     watch = Watch(topology.store, topology.rank, topology.world, checkpoint.hung_s)
     if topology.store is not None:
         meet(topology.rank, topology.world, topology.accelerator, trainer.get("strategy"))

@@ -1,14 +1,17 @@
 """The resume state is whole or not there, wherever a process is killed."""
 
+import contextlib
 import os
+import pickle
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from drafttrain.errors import UserError
-from drafttrain.tasks.checkpoints import differences, find_last, require_readable, save_state
+from drafttrain.tasks.checkpoints import damaged, differences, find_last, require_readable, save_state
 from drafttrain.tasks.distill import Position
 
 RECIPE = {"drafter": {"class": "Eagle3", "depth": 3}}
@@ -23,16 +26,18 @@ class Strategy:
 class OneFile:
     """Saves like Lightning's trainer; or like DeepSpeed's strategy, a folder."""
 
-    is_global_zero = True
     strategy = Strategy()
 
-    def __init__(self, folder: bool = False, fails: bool = False):
-        self.folder, self.fails = folder, fails
+    def __init__(self, folder: bool = False, fails: bool = False, rank: int = 0):
+        self.folder, self.fails, self.global_rank = folder, fails, rank
+        self.is_global_zero = rank == 0
 
     def save_checkpoint(self, path: Path):
         if self.folder:
-            (path / "checkpoint").mkdir(parents=True)
-            path = path / "checkpoint" / "rank_0.pt"
+            (path / "checkpoint").mkdir(parents=True, exist_ok=True)
+            if self.is_global_zero:
+                (path / "checkpoint" / "mp_rank_00_model_states.pt").write_bytes(b"names")
+            path = path / "checkpoint" / f"bf16_zero_pp_rank_{self.global_rank}_mp_rank_00_optim_states.pt"
         path.write_bytes(b"whole" if not self.fails else b"wh")
         if self.fails:
             raise OSError(28, "No space left on device")
@@ -102,6 +107,69 @@ def test_a_state_that_was_harmed_is_one_sentence_and_no_traceback(tmp_path, harm
     saved.state.write_bytes({"cut short": whole[:middle], "emptied": b"", "a bit flipped": flipped}[harm])
     with pytest.raises(UserError, match=r"step_00000004/state is damaged or cut short, .* or delete .*step_00000004/ to begin"):
         require_readable(saved)
+
+
+def test_no_changed_byte_of_a_state_is_loaded_as_another_number(tmp_path):
+    file, weights = tmp_path / "state", torch.arange(50.0)
+    torch.save({"net.weight": weights}, file)
+    whole = file.read_bytes()
+    found = 0
+    for at in range(0, len(whole), 3):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 128]) + whole[at + 1 :])
+        if damaged(file):
+            found += 1
+            continue
+        with contextlib.suppress(RuntimeError, pickle.UnpicklingError):  # the name of a record: it is not found
+            assert torch.equal(torch.load(file, weights_only=True)["net.weight"], weights)
+    assert found > 100
+
+
+@pytest.fixture
+def pieces(tmp_path):
+    """A state of two processes of DeepSpeed's: as rank 1 leaves it, then as rank 0 publishes it."""
+    (tmp_path / "last" / "writing_00000004").mkdir(parents=True)
+    (tmp_path / "last" / "writing_00000004" / "old").write_text("")
+    both = [OneFile(folder=True, rank=rank) for rank in (0, 1)]
+    save = both[0].save_checkpoint
+    both[0].save_checkpoint = lambda path: (save(path), save_state(both[1], tmp_path, Position(4), RECIPE, SHARE))
+    save_state(both[0], tmp_path, Position(4), RECIPE, SHARE)
+    saved = find_last(tmp_path)
+    assert not (saved.folder / "old").exists()
+    return saved, sorted((saved.state / "checkpoint").glob("*.pt"))
+
+
+def test_each_process_sums_its_own_pieces_so_that_anybody_can_check_them(pieces):
+    saved, files = pieces
+    assert len(files) == 3 == len(list(saved.state.rglob("*.sha256")))
+    for file in files:
+        check = ["sha256sum", "--check", "--strict", f"{file.name}.sha256"]
+        assert subprocess.run(check, cwd=file.parent, capture_output=True).returncode == 0
+    require_readable(saved)
+
+
+def test_a_piece_that_was_harmed_is_named_by_the_process_whose_share_it_is(pieces):
+    saved, files = pieces
+    for number, file in enumerate(files):
+        whole = file.read_bytes()
+        for harm, what in (
+            (whole[:-1], "damaged or cut short"),
+            (bytes([whole[0] ^ 1]) + whole[1:], "damaged or cut short"),
+            (None, "gone"),
+        ):
+            file.unlink() if harm is None else file.write_bytes(harm)
+            for rank, world in ((0, 1), (number % 2, 2)):
+                with pytest.raises(UserError, match=rf"{file.name} is {what}, .* or delete .*step_00000004/ to begin"):
+                    require_readable(saved, rank, world)
+            require_readable(saved, 1 - number % 2, 2)
+        file.write_bytes(whole)
+
+
+def test_pieces_of_an_earlier_version_have_no_sums_and_are_believed(pieces):
+    saved, files = pieces
+    for file in saved.state.rglob("*.sha256"):
+        file.unlink()
+    files[0].write_bytes(b"nobody knows")
+    require_readable(saved)
 
 
 def test_every_leaf_that_differs_is_named():

@@ -4,6 +4,7 @@ gathered from its processes for checkpoints/last_drafter at the same step; a sta
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from tasks.test_processes import finish, launch
 from tiny_run import make_run
 
 from drafttrain.errors import UserError
+from drafttrain.tasks.checkpoints import find_last, require_readable
 from drafttrain.tasks.state_weights import TrainingState
 
 pytestmark = pytest.mark.slow
@@ -57,7 +59,7 @@ def test_pieces_come_to_the_weights_of_the_live_run(
 
 
 def broken_ones_are_refused(step: Path, folder: Path, ranks: int) -> None:
-    """Each of its pieces, gone or cut off; outside of the run, on the word for it."""
+    """Each of its pieces, gone, cut off or changed, to go on from or to take the weights of; outside of the run, on the word for it."""
 
     def refused() -> str:
         with pytest.raises(UserError, match="was interrupted while it was written, or copied in part") as caught:
@@ -68,13 +70,20 @@ def broken_ones_are_refused(step: Path, folder: Path, ranks: int) -> None:
         TrainingState.at(str(step / "state"), folder / "no", pickles=False)
     names = sorted(path.name for path in (step / "state" / "checkpoint").glob("*_states.pt"))
     assert len(names) >= ranks + 1
+    require_readable(replace(find_last(step.parent.parent), folder=step))
     for name in names:
-        for cut in (False, True):
+        for harm in ("gone", "cut", "a bit flipped"):
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(step, folder)
             piece = folder / "state" / "checkpoint" / name
-            if cut:
+            if harm == "gone":
+                piece.unlink()
+            elif harm == "cut":
                 os.truncate(piece, piece.stat().st_size // 2)
             else:
-                piece.unlink()
+                whole = bytearray(piece.read_bytes())
+                whole[3 * len(whole) // 4] ^= 1
+                piece.write_bytes(whole)
+            with pytest.raises(UserError, match=rf"{name} is (damaged or cut short|gone), so the run cannot go on"):
+                require_readable(replace(find_last(step.parent.parent), folder=folder))
             assert str(folder) in refused()
