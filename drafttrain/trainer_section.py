@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from drafttrain.errors import UserError
 from drafttrain.recipe import FROM_TORCHRUN
 from drafttrain.recipe_build import choices, describe, nearest
-from drafttrain.tasks.train import OURS, ours_refused, require_positive
+from drafttrain.tasks.train_checks import OURS, ours_refused, require_positive
 
 
 def trainer_arguments(section: dict[str, Any], logs: Path) -> dict[str, Any]:

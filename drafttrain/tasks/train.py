@@ -30,7 +30,6 @@ from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import DataConfig, LookAhead, MicroBatch, Share, WindowStream, make_loader, plan_arithmetic
 from drafttrain.data.token_counts import count
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
-from drafttrain.drafters.start_files import require_place
 from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.drafters.warm_start import WarmStart, keep_vocabulary, kept_vocabulary
 from drafttrain.errors import UserError
@@ -38,7 +37,6 @@ from drafttrain.files import require_space
 from drafttrain.losses import Objective
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
-from drafttrain.target.precision import require_library
 from drafttrain.target.target import Target
 from drafttrain.tasks import lora as adapters
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
@@ -48,29 +46,19 @@ from drafttrain.tasks.distill import DistillTask, Position, Setup
 from drafttrain.tasks.lora_config import LoraConfig
 from drafttrain.tasks.on_policy import OnPolicyTask
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
-from drafttrain.tasks.on_policy_start import (
-    drafts_of,
-    find_prompts,
-    require_refreshes,
-    require_streams,
-    require_text,
-    require_trained,
-)
-from drafttrain.tasks.optimizer import OptimizerConfig, require_whole_matrices, token_sides, turned_by_muon
+from drafttrain.tasks.on_policy_start import drafts_of, find_prompts
+from drafttrain.tasks.optimizer import OptimizerConfig, token_sides, turned_by_muon
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turns
 from drafttrain.tasks.sections import Sections, recipe_facts
-from drafttrain.tasks.shared_target import require_no_answers, require_sharers
 from drafttrain.tasks.speed import reads_ahead
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed
+from drafttrain.tasks.train_checks import OURS, require_sections, require_start
 from drafttrain.tasks.watch import Watch, meet
 from drafttrain.tasks.zero_state import ZeroState, cut_anew, saved_by
 from drafttrain.types import Request
-
-OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-"""Trainer arguments that this stage decides: steps end a run, and saving and showing are its own."""
 
 
 class Processes(Protocol):
@@ -110,18 +98,13 @@ def train(
     """Trains until `trainer.max_steps` or a stop signal; see the top of this file. UserError for everything a user can mend."""
     speed, lora = speed or SpeedConfig(), lora or LoraConfig()
     sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed, on_policy, lora)
-    _check_trainer(trainer)
-    require_whole_matrices(optimizer, trainer.get("strategy"))
-    require_no_answers(speed, checkpoint, on_policy is not None, target.weights)
-    require_sharers(speed, topology)
-    lora.require_start(checkpoint.start)
-    require_library(target.weights)
+    require_sections(sections, topology)
     say = print if topology.rank == 0 else _say_nothing
     checkpoints = Path(run_folder) / "checkpoints"
     store = TokenStore.open(Path(run_folder) / "data" / "train")
     recipe = recipe_facts(sections, store)
     saved = find_last(checkpoints)
-    _require_start(sections, saved)
+    require_start(sections, saved)
     if saved is not None:
         require_same_recipe(saved, recipe)
         if saved.position.step >= sections.max_steps:
@@ -171,31 +154,6 @@ def train(
             task, loader = _on_policy(setup, on_policy, prompts, build, data.length, checkpoints, saved is not None)
         _fit(task, loader, run, sections, topology, Path(run_folder), saved, watch)
     return checkpoints / "best"
-
-
-def ours_refused(key: str) -> str:
-    """Why a trainer argument of `OURS` cannot be given."""
-    return f"trainer.{key} cannot be set: training ends by trainer.max_steps and does its own saving and showing; remove it."
-
-
-def require_positive(trainer: dict[str, Any]) -> None:
-    """UserError where `max_steps` or `accumulate_grad_batches` is below 1: a window of no micro-batches would never end."""
-    for key in ("max_steps", "accumulate_grad_batches"):
-        value = trainer.get(key)
-        if isinstance(value, int) and value < 1:
-            raise UserError(f"trainer.{key} is {value}, but must be 1 or more.")
-    if "accumulate_grad_batches" in trainer and trainer["accumulate_grad_batches"] is None:
-        raise UserError("trainer.accumulate_grad_batches is null, but must be 1 or more; remove it for 1.")
-
-
-def _check_trainer(trainer: dict[str, Any]) -> None:
-    steps = trainer.get("max_steps")
-    if not isinstance(steps, int):
-        raise UserError(f"trainer.max_steps is {steps}, but training ends by steps: set it to 1 or more.")
-    require_positive(trainer)
-    for key in OURS:
-        if key in trainer:
-            raise UserError(ours_refused(key))
 
 
 def _begin(
@@ -273,20 +231,6 @@ def _loader(sections: Sections, stream: WindowStream, device: torch.device) -> I
     data = sections.data
     loader = make_loader(stream, data.workers, pin=device.type == "cuda")
     return LookAhead(loader) if data.features == "online" and reads_ahead(sections.speed, device) else loader
-
-
-def _require_start(sections: Sections, saved: Saved | None) -> None:
-    """UserError where a run cannot begin so, as far as that needs no target, whose loading takes minutes."""
-    start = sections.checkpoint.start
-    if saved is None and start is not None:
-        require_place(start, "checkpoint.start")
-    if sections.on_policy is None or sections.on_policy.as_text:
-        require_text(sections.objective)
-    if sections.on_policy is not None:
-        require_streams(sections.on_policy, sections.objective)
-        require_refreshes(sections.on_policy, sections.max_steps)
-        if saved is None:
-            require_trained(sections.on_policy, sections.checkpoint.start)
 
 
 def _prompts(
