@@ -60,8 +60,8 @@ class Distillation(Objective):
     """What sums are divided by: depths (the mean of every depth, added up: EAGLE), drafts (the number of drafts: D-PACE), or weights
     (the sum of the position weights: DFlash)."""
     chunk: int = 0
-    """Elements whose logits are held at once, and computed twice; the target's are then computed for each element, not once for each row.
-    0 holds all (faster where memory allows)."""
+    """Elements whose logits are held at once; the target's are then computed for each element, not once for each row. Where it is less than a
+    micro-batch has, all logits are computed twice: once more on the way back. 0 holds all (faster where memory allows)."""
 
     def __post_init__(self):
         require_divergences("divergences", self.divergences)
@@ -130,8 +130,10 @@ def score_elements(
     more_N = drafted.extra.values()
     if not chunk:
         return score(*each_N, Taught(teacher, drafted.teacher_MD), drafted.row_N, *more_N)
+    if len(drafted.label_N) <= chunk:  # the way back would hold no less if it computed them again
+        return score_alone(*each_N, drafted.row_N, *more_N)
     parts = []
-    for i in range(max(-(-len(drafted.label_N) // chunk), 1)):
+    for i in range(-(-len(drafted.label_N) // chunk)):
         piece = slice(i * chunk, (i + 1) * chunk)
         parts.append(checkpoint(score_alone, *(x[piece] for x in (*each_N, drafted.row_N, *more_N)), use_reentrant=False))
     loss_GN, log_q_N, right_N = (torch.cat(pieces, dim=-1) for pieces in zip(*parts, strict=True))

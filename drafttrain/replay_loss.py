@@ -49,7 +49,7 @@ class OnPolicyDistillation(Objective):
     reduction: str = "streams"
     """What sums are divided by: streams (each by its own, then the mean of the two), or pooled (both by one)."""
     chunk: int = 0
-    """Elements whose logits are held at once, and computed twice; 0 holds all (faster where memory allows)."""
+    """Elements whose logits are held at once, and computed twice where a micro-batch has more; 0 holds all (faster where memory allows)."""
 
     def __post_init__(self):
         for key in ("accepted_weight", "rejected_weight"):

@@ -210,6 +210,16 @@ def test_a_chunk_holds_only_its_own_logits_of_either_model():
     assert not any(WORDS in shape for shape in kept[4])
 
 
+@pytest.mark.parametrize(("fewer", "times"), [(1, 2), (0, 1), (-9, 1)])
+def test_logits_are_computed_again_only_where_a_chunk_does_not_hold_all(fewer, times):
+    ids_V = SAYABLE["reduced"]
+    drafted, model = drafted_of(ids_V), Linear(ids_V)
+    N = len(drafted.label_N)
+    terms, _ = Distillation(EVERY, chunk=N - fewer).terms(drafted, model.student, model, DEPTH)
+    sum(term.sum for term in terms.values()).backward()
+    assert sum(model.spoken) == times * N and sum(model.taught) == times * N
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("chunk", [0, 4])

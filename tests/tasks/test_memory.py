@@ -26,6 +26,7 @@ from drafttrain.vocab import DraftVocabulary
 CONFIGS = {
     "eagle3": (Eagle3(taps=[0, 2], depth=4, draft_vocab=160), Distillation()),
     "eagle3 in chunks": (Eagle3(taps=[0, 2], depth=4, draft_vocab=160), Distillation(chunk=200)),
+    "eagle3 in one chunk": (Eagle3(taps=[0, 2], depth=4, draft_vocab=160), Distillation(chunk=4096)),
     "dflash": (
         DFlash(block=5, layers=2, taps=[0, 2], mask_token=319, anchors=None),
         Distillation([HardCrossEntropy()], Exponential(4.0), "weights"),
