@@ -5,24 +5,10 @@ import re
 import shutil
 
 import pytest
-import torch
-from tiny_run import ragged_chats, write_store
+from tiny_command import flags, save_untrained, write_data, write_recipe
 
 from drafttrain.cli import main
-from drafttrain.drafters.eagle3 import Eagle3
-from drafttrain.drafters.save import save_drafter
-from drafttrain.vocab import DraftVocabulary
 
-RECIPE = """\
-name: tiny
-target: {{path: {target}}}
-prepare: {{prompts: [{{class_path: SelfPrompts, init_args: {{count: 8}}}}]}}
-drafter: {{class_path: Eagle3, init_args: {{taps: [0, 1, 3], depth: 3, draft_vocab: null}}}}
-objective: {{class_path: Distillation}}
-bench: {{max_tokens: 6, methods: [{{class_path: Chain, init_args: {{drafts: 2}}}}], temperatures: [0], repeats: 1, batches: [2], longest: null}}
-validate: {{drafts: 3, max_tokens: 8}}
-trainer: {{max_steps: 1}}
-"""
 LOG = "tokens_seen,train/loss,held_out/tau\n100,5.0,\n200,4.0,1.25\n"
 QUESTIONS = [{"category": "qa", "turns": ["what is two"]}, {"category": "talk", "turns": ["the quick brown fox"]}]
 
@@ -31,23 +17,19 @@ QUESTIONS = [{"category": "qa", "turns": ["what is two"]}, {"category": "talk", 
 def made(target_folders, tiny_llama, tmp_path_factory):
     """(recipe file, runs folder) as training leaves it, with its data and its log."""
     folder = tmp_path_factory.mktemp("card-command")
-    (folder / "recipe.yaml").write_text(RECIPE.format(target=target_folders("llama")))
+    recipe = write_recipe(folder, target_folders("llama"))
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
     run = folder / "runs" / "tiny"
-    for part, seed in (("train", 0), ("held_out", 1)):
-        write_store(run / "data" / part, ragged_chats(4, tiny_llama.vocab, seed=seed, longest=16), tiny_llama.identity)
+    write_data(run, tiny_llama)
     for name in ("best", "../../elsewhere"):
-        torch.manual_seed(len(name))
-        config = Eagle3(taps=[0, 1, 3], depth=3, draft_vocab=None)
-        net = config.build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
-        save_drafter(run / "checkpoints" / name, net, config, tiny_llama.identity, {"position": {"step": 2, "tokens": 200}})
+        save_untrained(run / "checkpoints" / name, tiny_llama, {"position": {"step": 2, "tokens": 200}}, seed=len(name))
     (run / "logs" / "version_0").mkdir(parents=True)
     (run / "logs" / "version_0" / "metrics.csv").write_text(LOG)
-    return folder / "recipe.yaml", folder / "runs"
+    return recipe, folder / "runs"
 
 
 def call(made, command: str, *more) -> int:
-    return main([command, "--config", str(made[0]), "--runs", str(made[1]), *map(str, more)])
+    return main([command, *flags(made), *map(str, more)])
 
 
 def card(made) -> str:

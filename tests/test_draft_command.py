@@ -7,48 +7,27 @@ import pytest
 import torch
 from drafters.test_measured import dflash, eagle3
 from safetensors.torch import load_file
-from tiny_run import ragged_chats, write_store
+from tiny_command import flags, save_untrained, write_data, write_recipe
 
 from drafttrain.cli import main
 from drafttrain.commands.drafts import Draft
-from drafttrain.drafters.eagle3 import Eagle3
-from drafttrain.drafters.save import save_drafter
 from drafttrain.options import Options
 from drafttrain.recipe import load_recipe
 from drafttrain.run import Run
-from drafttrain.vocab import DraftVocabulary
-
-RECIPE = """\
-name: tiny
-target: {{path: {target}}}
-prepare: {{prompts: [{{class_path: SelfPrompts, init_args: {{count: 8}}}}]}}
-drafter: {{class_path: Eagle3, init_args: {{taps: [0, 1, 3], depth: 3, draft_vocab: null}}}}
-objective: {{class_path: Distillation}}
-bench: {{max_tokens: 6, methods: [{{class_path: Chain, init_args: {{drafts: 2}}}}], temperatures: [0], repeats: 1, batches: [2], longest: null}}
-validate: {{drafts: 3, max_tokens: 8}}
-trainer: {{max_steps: 1}}
-"""
 
 
 @pytest.fixture(scope="module")
 def made(target_folders, tiny_llama, tmp_path_factory):
     """(recipe file, runs folder with held-out prompts, a drafter of the run's own and a report on it)."""
     folder = tmp_path_factory.mktemp("draft-command")
-    (folder / "recipe.yaml").write_text(RECIPE.format(target=target_folders("llama")))
+    found = write_recipe(folder, target_folders("llama")), folder / "runs"
     run = folder / "runs" / "tiny"
-    write_store(run / "data" / "held_out", ragged_chats(4, tiny_llama.vocab, seed=1, longest=16), tiny_llama.identity)
-    torch.manual_seed(0)
-    config = Eagle3(taps=[0, 1, 3], depth=3, draft_vocab=None)
-    net = config.build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
-    save_drafter(run / "checkpoints" / "best", net, config, tiny_llama.identity, {"position": {}})
-    assert main(["export", *flags((folder / "recipe.yaml", folder / "runs"))]) == 0
+    write_data(run, tiny_llama)
+    save_untrained(run / "checkpoints" / "best", tiny_llama, {"position": {}})
+    assert main(["export", *flags(found)]) == 0
     (run / "report").mkdir()
     (run / "report" / "validation.json").write_text("{}")
-    return folder / "recipe.yaml", folder / "runs"
-
-
-def flags(made) -> list[str]:
-    return ["--config", str(made[0]), "--runs", str(made[1])]
+    return found
 
 
 def untouched(made) -> bool:

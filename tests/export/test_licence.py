@@ -6,15 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from gguf import GGUFWriter
-from test_card_command import RECIPE
 from tiny import build_target_folder
+from tiny_command import flags, save_untrained, write_recipe
 
 from drafttrain.cli import main
 from drafttrain.drafters.eagle3 import Eagle3
-from drafttrain.drafters.save import save_drafter
 from drafttrain.export.card_licence import licence_of, licence_text
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
@@ -33,23 +31,19 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("licence")
     place = build_target_folder("llama", folder / "our-target")
     target = load_target(TargetConfig(path=str(place)), "cpu")
-    (folder / "recipe.yaml").write_text(RECIPE.format(target=place))
-    torch.manual_seed(0)
-    config = Eagle3(taps=[0, 1, 3], depth=3, draft_vocab=None)
-    net = config.build(target, DraftVocabulary.full(target.vocab))
-    save_drafter(folder / "runs" / "tiny" / "checkpoints" / "best", net, config, target.identity, {"position": {}})
-    return place, ["--config", str(folder / "recipe.yaml"), "--runs", str(folder / "runs")]
+    save_untrained(folder / "runs" / "tiny" / "checkpoints" / "best", target, {"position": {}})
+    return place, flags((write_recipe(folder, place), folder / "runs"))
 
 
 def exported(run, capsys, card: str | None, *more) -> tuple[dict, str, str]:
     """(front matter, card, what the command said) where the target's folder has this card."""
-    place, flags = run
+    place, typed = run
     (place / "README.md").unlink(missing_ok=True)
     if card is not None:
         (place / "README.md").write_text(card)
     capsys.readouterr()
-    assert main(["export", *flags, *more]) == 0
-    text = (Path(flags[3]) / "tiny" / "export" / "README.md").read_text()
+    assert main(["export", *typed, *more]) == 0
+    text = (Path(typed[3]) / "tiny" / "export" / "README.md").read_text()
     front = re.match(r"---\n(.*?)\n---\n", text, re.S)
     assert front is not None
     return yaml.safe_load(front[1]), text, capsys.readouterr().out

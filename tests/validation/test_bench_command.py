@@ -4,37 +4,19 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from tiny_run import ragged_chats, write_store
+from tiny_command import flags, save_untrained, write_data, write_recipe
 
 from drafttrain.cli import main
 from drafttrain.commands.bench import read_questions
 from drafttrain.data.store import TokenStore
 from drafttrain.decoding.methods import Chain, Lookup, Method
-from drafttrain.drafters.eagle3 import Eagle3
-from drafttrain.drafters.save import save_drafter
 from drafttrain.errors import UserError
 from drafttrain.recipe import load_recipe
 from drafttrain.validation.bench_config import BenchConfig
 from drafttrain.validation.bench_questions import Skipped
-from drafttrain.vocab import DraftVocabulary
 
-RECIPE = """\
-name: tiny
-target: {{path: {target}}}
-prepare: {{prompts: [{{class_path: SelfPrompts, init_args: {{count: 8}}}}]}}
-drafter: {{class_path: Eagle3, init_args: {{taps: [0, 1, 3], depth: 3, draft_vocab: null}}}}
-objective: {{class_path: Distillation}}
-bench:
-  max_tokens: 6
-  methods: [{{class_path: Chain, init_args: {{drafts: 2}}}}, Lookup]
-  temperatures: [0, 0.5]
-  repeats: 1
-  batches: [2]
-  longest: null
-trainer: {{max_steps: 1}}
-"""
+BENCH = {"methods": [{"class_path": "Chain", "init_args": {"drafts": 2}}, "Lookup"], "temperatures": [0, 0.5]}
 SPEC_BENCH = [
     {"id": "q1", "category": "qa", "turns": ["what is two plus two"]},
     {"id": 2, "category": "talk", "turns": ["the quick brown fox", "and the dog"]},
@@ -47,20 +29,15 @@ SPEC_BENCH = [
 def made(target_folders, tiny_llama, tmp_path_factory):
     """(recipe file, runs folder with held-out prompts, folder of a drafter)."""
     folder = tmp_path_factory.mktemp("bench-command")
-    (folder / "recipe.yaml").write_text(RECIPE.format(target=target_folders("llama")))
-    torch.manual_seed(0)
-    config = Eagle3(taps=[0, 1, 3], depth=3, draft_vocab=None)
-    net = config.build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
-    save_drafter(folder / "draft", net, config, tiny_llama.identity, {})
-    data = folder / "runs" / "tiny" / "data"
-    for part, seed in (("train", 0), ("held_out", 1)):
-        write_store(data / part, ragged_chats(4, tiny_llama.vocab, seed=seed, longest=16), tiny_llama.identity)
+    recipe = write_recipe(folder, target_folders("llama"), bench=BENCH)
+    save_untrained(folder / "draft", tiny_llama, {})
+    write_data(folder / "runs" / "tiny", tiny_llama)
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SPEC_BENCH))
-    return folder / "recipe.yaml", folder / "runs", folder / "draft"
+    return recipe, folder / "runs", folder / "draft"
 
 
-def flags(made, *more) -> list[str]:
-    return ["bench", "--config", str(made[0]), "--runs", str(made[1]), *map(str, more)]
+def bench(made, *more) -> list[str]:
+    return ["bench", *flags(made), *map(str, more)]
 
 
 def report(made) -> Path:
@@ -75,7 +52,7 @@ def result(made) -> dict:
 
 
 def test_on_held_out_prompts(made, capsys):
-    assert main(flags(made, "--draft", made[2])) == 0
+    assert main(bench(made, "--draft", made[2])) == 0
     found, out = result(made), capsys.readouterr().out
     assert found["categories"] == {"all": 4} and found["lossless"] and found["draft"] == str(made[2])
     assert [list(t["methods"]) for t in found["temperatures"]] == [["plain", "chain 2", "lookup 5"]] * 2
@@ -88,7 +65,7 @@ def test_on_held_out_prompts(made, capsys):
 
 def test_on_questions_of_a_file_in_any_form(made, capsys):
     questions = made[0].parent / "questions.jsonl"
-    assert main(flags(made, "--draft", made[2], "--bench.prompts", questions, "--bench.temperatures", "[0]")) == 0
+    assert main(bench(made, "--draft", made[2], "--bench.prompts", questions, "--bench.temperatures", "[0]")) == 0
     found = result(made)
     assert found["categories"] == {"qa": 2, "talk": 1, "all": 1} and found["skipped"] == []
     rows = [json.loads(line) for line in (report(made) / "bench.jsonl").read_text().splitlines()]
@@ -123,9 +100,9 @@ def test_a_file_without_questions(tmp_path, text, words):
 
 
 def test_without_a_drafter_or_prompts(made, tmp_path, capsys):
-    assert main(flags(made)) == 2
+    assert main(bench(made)) == 2
     assert "has neither export/ nor checkpoints/best/" in capsys.readouterr().err
-    assert main(flags(made, "--draft", tmp_path / "nothing")) == 2
+    assert main(bench(made, "--draft", tmp_path / "nothing")) == 2
     assert str(tmp_path / "nothing") in capsys.readouterr().err
     elsewhere = ["bench", "--config", str(made[0]), "--runs", str(tmp_path), "--draft", str(made[2])]
     assert main(elsewhere) == 2
@@ -145,7 +122,7 @@ def test_without_a_drafter_or_prompts(made, tmp_path, capsys):
     ],
 )
 def test_a_section_that_makes_no_sense_is_one_sentence(made, capsys, flag, value, words):
-    assert main(flags(made, f"--bench.{flag}", value)) == 2
+    assert main(bench(made, f"--bench.{flag}", value)) == 2
     err = capsys.readouterr().err
     assert words in err and err.startswith("error: ") and err.count("\n") == 1
 
@@ -171,7 +148,7 @@ def test_methods_that_measure_something_first_are_given_prompts_that_are_not_ben
 
     monkeypatch.setattr(Lookup, "prepare", prepare)
     more = ["--bench.prompts", made[0].parent / "questions.jsonl"] if from_file else []
-    assert main(flags(made, "--draft", made[2], "--bench.count", 1, "--bench.temperatures", "[0]", *more)) == 0
+    assert main(bench(made, "--draft", made[2], "--bench.count", 1, "--bench.temperatures", "[0]", *more)) == 0
     store = TokenStore.open(made[1] / "tiny" / "data" / ("held_out" if from_file else "train"))
     assert given == [store.requests(6)]
     asked = {json.loads(line)["question"] for line in (report(made) / "bench.jsonl").open()}
