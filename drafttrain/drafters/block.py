@@ -55,6 +55,10 @@ class BlockAttention(Attention):
         key, value = super().keys_values(x_BTX)
         return self.k_norm(key), value
 
+    def queries_keys_values(self, x_BTX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = super().queries_keys_values(x_BTX)
+        return self.q_norm(query), self.k_norm(key), value
+
 
 class BlockLayer(nn.Module):
     """A pre-norm block; the context that its attention reads comes from outside, normed already."""
@@ -196,8 +200,8 @@ class BlockNet(ParallelNet):
 
         def attended(attention: BlockAttention, read_BNH: Tensor) -> Tensor:
             key, value = attention.keys_values(context_BTH)
-            own_key, own_value = attention.keys_values(read_BNH)
-            query, own_key = rotate(attention.queries(read_BNH), *turn), rotate(own_key, *turn)
+            query, own_key, own_value = attention.queries_keys_values(read_BNH)
+            query, own_key = rotate(query, *turn), rotate(own_key, *turn)
             query, own_key, own_value = (x.unflatten(2, (Q, S)) for x in (query, own_key, own_value))
             mixed = attend_all(query, rotate(key, *context_turn), value, own_key, own_value)
             return attention.output(mixed.flatten(2, 3))

@@ -8,6 +8,7 @@ What x and r are is the family's business: EAGLE-3 reads x = [norm(embedding); n
 Shapes: B batch, T tokens, H width, G key/value heads.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,12 +80,24 @@ class RMSNorm(nn.Module):
         return self.weight * nn.functional.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype)
 
 
+def together(x: Tensor, layers: Sequence[Any]) -> list[Tensor]:
+    """What each of these layers makes of x. In a compiled step one product, where they are plain matrices: kernels that read x once and fill the device,
+    and the compiler lays the weights end to end as it rounds them."""
+    if not torch.compiler.is_compiling():
+        return [layer(x) for layer in layers]
+    weights = [layer.weight for layer in layers if type(layer) is nn.Linear and layer.bias is None]
+    # Adapters compute beside a matrix, and the pieces of a divided one (DeepSpeed marks them so) are brought together when it is called alone.
+    if len(weights) < len(layers) or any(hasattr(weight, "ds_id") for weight in weights):
+        return [layer(x) for layer in layers]
+    return list(nn.functional.linear(x, torch.cat(weights)).split([len(weight) for weight in weights], dim=-1))
+
+
 class Attention(nn.Module):
     """Projections only: how queries meet keys differs between training, drafting and families."""
 
     def __init__(self, shape: DecoderShape, inputs: int):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = shape.heads, shape.kv_heads, shape.head_dim
+        self.head_dim = shape.head_dim
         self.q_proj = nn.Linear(inputs, shape.heads * shape.head_dim, bias=False)
         self.k_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=False)
         self.v_proj = nn.Linear(inputs, shape.kv_heads * shape.head_dim, bias=False)
@@ -92,12 +105,20 @@ class Attention(nn.Module):
 
     def queries(self, x_BTX: Tensor) -> Tensor:
         """[B, heads, T, head_dim]"""
-        return self.q_proj(x_BTX).unflatten(-1, (self.heads, self.head_dim)).transpose(1, 2)
+        return self._by_heads(self.q_proj(x_BTX))
 
     def keys_values(self, x_BTX: Tensor) -> tuple[Tensor, Tensor]:
         """Two of [B, kv_heads, T, head_dim]"""
-        key, value = (p(x_BTX).unflatten(-1, (self.kv_heads, self.head_dim)).transpose(1, 2) for p in (self.k_proj, self.v_proj))
+        key, value = (self._by_heads(x) for x in together(x_BTX, (self.k_proj, self.v_proj)))
         return key, value
+
+    def queries_keys_values(self, x_BTX: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All three of the same rows."""
+        query, key, value = (self._by_heads(x) for x in together(x_BTX, (self.q_proj, self.k_proj, self.v_proj)))
+        return query, key, value
+
+    def _by_heads(self, x_BTX: Tensor) -> Tensor:
+        return x_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def output(self, mixed_BHTD: Tensor) -> Tensor:
         """[B, T, H]"""
@@ -114,7 +135,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = together(x, (self.gate_proj, self.up_proj))
+        return self.down_proj(nn.functional.silu(gate) * up)
 
 
 class Layer(nn.Module):

@@ -297,9 +297,8 @@ class IndependentNet(DrafterNet):
 
 def _projected(layer: LMLayer, state_BEH: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of a layer, turned to their positions: three of [B, heads, E, D]."""
-    read = layer.input_layernorm(state_BEH)
-    key, value = layer.self_attn.keys_values(read)
-    return rotate(layer.self_attn.queries(read), *turn), rotate(key, *turn), value
+    query, key, value = layer.self_attn.queries_keys_values(layer.input_layernorm(state_BEH))
+    return rotate(query, *turn), rotate(key, *turn), value
 
 
 def _rows_at(x_BTH: Tensor, index_BQ: Tensor) -> Tensor:

@@ -167,8 +167,8 @@ class PEagleNet(ParallelNet):
 
         def through(number: int, state: Tensor) -> Tensor:
             layer, read = self.layers[number], self.read(number, embedding, state)
-            key, value = layer.self_attn.keys_values(read)
-            query, key = rotate(layer.self_attn.queries(read), *turn), rotate(key, *turn)
+            query, key, value = layer.self_attn.queries_keys_values(read)
+            query, key = rotate(query, *turn), rotate(key, *turn)
             queries, keys, values = (x.split([T, *widths], dim=2) for x in (query, key, value))
             return layer.finish(state, attend_depths(queries, keys, values, text, seen.__getitem__))
 

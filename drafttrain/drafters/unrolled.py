@@ -103,9 +103,8 @@ class UnrolledNet(DrafterNet):
                 state = self.layer.finish(state, attend_chain(query, key, value, visible, [], []))
                 return state, self.said(state)
             inputs, residual = self.read(self.embed(layout.tokens(ids_BT, step)), self.feed(state))
-            own_key, own_value = attention.keys_values(inputs)
-            own = rotate(own_key, *turn), own_value
-            query = rotate(attention.queries(inputs), *turn)
+            query, own_key, own_value = attention.queries_keys_values(inputs)
+            query, own = rotate(query, *turn), (rotate(own_key, *turn), own_value)
             near = slice(max(step - (self.window or step), 0), step)
             before = own_before[: step - 1], own_before[step - 1 :]
             keys, values = ([*others, mine][near] for others, mine in zip(before, own, strict=True))
