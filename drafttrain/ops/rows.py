@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention, or_masks
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
 BLOCK = 128
@@ -31,7 +31,7 @@ def stretch_mask(stretches: Sequence[tuple[Tensor, Tensor]], rows: int) -> Block
     Q = stretches[0][0].shape[1]
     blocks_N, blocks_M = -(-Q // BLOCK), -(-rows // BLOCK)
     begin_M = torch.arange(blocks_M, device=stretches[0][0].device, dtype=torch.int32) * BLOCK
-    touched, whole, rules = [], [], []
+    touched, whole, seen = [], [], []
     for first_BQ, last_BQ in stretches:
         empty_BQ = first_BQ > last_BQ
         first_BQ, last_BQ = (  # queries that fill up the last block see nothing
@@ -45,24 +45,33 @@ def stretch_mask(stretches: Sequence[tuple[Tensor, Tensor]], rows: int) -> Block
         )
         touched.append((begin_M + BLOCK > low) & (begin_M <= high))
         whole.append((begin_M >= inner_low) & (begin_M + BLOCK <= inner_high + 1))
-        rules.append(_within(first_BQ, last_BQ))
+        seen.append((first_BQ, last_BQ))
     touched_BNM, whole_BNM = (torch.stack(found).any(0) for found in (touched, whole))
     return BlockMask.from_kv_blocks(
         *_listed(touched_BNM & ~whole_BNM),
         *_listed(whole_BNM),
         BLOCK_SIZE=BLOCK,
-        mask_mod=or_masks(*rules),
+        mask_mod=_rule(*seen),
         seq_lengths=(Q, rows),
     )
 
 
-def _within(first_BQ: Tensor, last_BQ: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The rule of one stretch, as the kernel asks it."""
+def _rule(stretch: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor] | None = None) -> Callable[..., Tensor]:
+    """One or two stretches, as the kernel asks for them: written out, since a kernel's rule may hold tensors but no list of rules."""
+    first_BQ, last_BQ = stretch
 
     def sees(b: Tensor, h: Tensor, query: Tensor, row: Tensor) -> Tensor:
         return (row >= first_BQ[b, query]) & (row <= last_BQ[b, query])
 
-    return sees
+    if other is None:
+        return sees
+    other_first_BQ, other_last_BQ = other
+
+    def sees_either(b: Tensor, h: Tensor, query: Tensor, row: Tensor) -> Tensor:
+        one = (row >= first_BQ[b, query]) & (row <= last_BQ[b, query])
+        return one | ((row >= other_first_BQ[b, query]) & (row <= other_last_BQ[b, query]))
+
+    return sees_either
 
 
 def _listed(chosen_BNM: Tensor) -> tuple[Tensor, Tensor]:
