@@ -188,6 +188,23 @@ def test_an_export_is_as_good_as_what_it_was_made_of(run, capsys):
     assert "fc.weight" not in out  # the same, number for number
 
 
+def test_folders_without_a_drafter_are_not_said_to_be_equal(tmp_path, capsys):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    main(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    out = capsys.readouterr().out
+    assert "no tensors to compare" in out and "configurations are not compared" in out
+    assert "equal" not in out and "the same" not in out
+
+
+def test_the_folder_of_a_run_is_told_from_its_drafters(run, tmp_path, capsys):
+    _, best, export, _ = run
+    for where in (tmp_path, f"{tmp_path}/"):
+        assert main(["compare", str(where), best]) == 2
+        assert f"is {where}, the folder of a run; name a drafter in it: {best} or {export}." in capsys.readouterr().err
+    assert main(["compare", best, export]) == 0
+
+
 def test_a_folder_that_cannot_be_read_stops_the_measuring_alone(run, tmp_path, capsys):
     flags, best, export, _ = run
     (tmp_path / "export" / "config.json").write_text("{")

@@ -12,7 +12,7 @@ from drafttrain.commands.folder_options import CompareOptions
 from drafttrain.data.store import TokenStore
 from drafttrain.errors import UserError, printable
 from drafttrain.export.inspect import inspect_folder
-from drafttrain.export.inspect_pair import config_differences, tensor_rows
+from drafttrain.export.inspect_pair import both_say, config_differences, tensor_rows
 from drafttrain.files import write_json_atomic
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
@@ -30,12 +30,11 @@ def run(options: CompareOptions, recipe: Recipe | None) -> None:
         for fault in found.faults:
             print(f"{letter} has a fault: {fault}")
     configs, tensors = config_differences(a, b), tensor_rows(a, b)
-    _print_table(
-        ("configuration", "A", "B"),
-        [(printable(name), _short(x), _short(y)) for name, x, y in configs],
-        "configurations say the same",
-    )
-    _print_table(("tensor", "A", "B", "largest difference"), _different(tensors), "tensors are equal, number for number")
+    rows = [(printable(name), _short(x), _short(y)) for name, x, y in configs]
+    alike = "configurations say the same" if both_say(a, b) else "configurations are not compared: not both can be read"
+    _print_table(("configuration", "A", "B"), rows, alike)
+    equal = "tensors are equal, number for number" if tensors else "no tensors to compare"
+    _print_table(("tensor", "A", "B", "largest difference"), _different(tensors), equal)
     compared = None if recipe is None else _measured(options, recipe)
     if options.json is not None:
         told = {

@@ -19,6 +19,10 @@ from drafttrain.files import typed_path
 WEIGHTS = "*.safetensors"
 PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 INDEX = "*.safetensors.index.json"
+SAYS = ("config.json", "drafter.json")
+"""One of these is in every folder of a drafter."""
+BELOW = ("checkpoints/best", "best", "export")
+"""Where a run keeps its drafters, from the run's folder or from its checkpoints."""
 WANTED = ("config.json", "drafter.json", "drafttrain.json", WEIGHTS, INDEX)
 
 
@@ -41,13 +45,19 @@ def find(where: str, pickle: bool, asked: str = "checkpoint.start") -> Path:
 
 
 def require_place(where: str, asked: str) -> None:
-    """UserError where this is neither a folder that is there nor what could be a Hub id. Asks nobody."""
+    """UserError where this is neither a drafter's folder that is there nor what could be a Hub id. Asks nobody."""
     local = typed_path(where)
     if not where.strip():
         raise UserError(f"{asked} is empty; give an existing folder or a Hub id (owner/name).")
     typed = where.startswith(("/", "./", "../", "~")) or where.count("/") != 1
     if not os.path.isdir(local) and (typed or os.path.exists(local)):
         raise UserError(f"{asked} is {where}, but there is no such folder; give an existing folder or a Hub id (owner/name).")
+    if below := [] if _holds_drafter(local) else [f"{Path(where) / name}" for name in BELOW if _holds_drafter(local / name)]:
+        raise UserError(f"{asked} is {where}, the folder of a run; name a drafter in it: {' or '.join(below)}.")
+
+
+def _holds_drafter(folder: Path) -> bool:
+    return any(os.path.exists(folder / name) for name in SAYS)
 
 
 def read_config(folder: Path, what: str) -> dict[str, Any]:

@@ -23,6 +23,14 @@ def config_differences(a: Inspection, b: Inspection) -> list[tuple[str, Any, Any
     return [(name, one.get(name), other.get(name)) for name in dict.fromkeys([*one, *other]) if one.get(name) != other.get(name)]
 
 
+def both_say(a: Inspection, b: Inspection) -> bool:
+    """Whether there is something that both say of themselves, so that no difference means that they say the same."""
+    folders = (a.folder, b.folder)
+    return all(folder.config is not None for folder in folders) or all(
+        (folder.record or folder.made) is not None for folder in folders
+    )
+
+
 def _net(record: Mapping[str, Any]) -> dict[str, Any]:
     """The part of our own record that is about the net."""
     return {key: record[key] for key in ("class_path", "init_args") if key in record}
