@@ -92,6 +92,7 @@ def test_the_files_are_complete_and_say_the_same(made):
     text = (folder / "README.md").read_text()
     assert set(re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)) == pictures
     assert "0123abc" in text and "A CPU is busy" in text and "line 7: no user turn" in text
+    assert text.count("\n| all questions | 3 |") == 2 and "\n| talk | " in text  # once a temperature
     assert stored["hardware"]["cpu"] and stored["versions"]["torch"] and stored["command"] == "drafttrain bench"
     assert stored["config"]["methods"][0]["class"] == "Chain"
 

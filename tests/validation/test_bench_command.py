@@ -55,6 +55,8 @@ def test_on_held_out_prompts(made, capsys):
     assert main(bench(made, "--draft", made[2])) == 0
     found, out = result(made), capsys.readouterr().out
     assert found["categories"] == {"all": 4} and found["lossless"] and found["draft"] == str(made[2])
+    text = (report(made) / "README.md").read_text()
+    assert "4 without category" in text and text.count("\n| all questions | 4 |") == 2 and "\n| without category |" not in text
     assert [list(t["methods"]) for t in found["temperatures"]] == [["plain", "chain 2", "lookup 5"]] * 2
     for label in ("plain", "chain 2", "lookup 5"):
         for temperature in ("0", "0.5"):
