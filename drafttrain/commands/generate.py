@@ -35,9 +35,8 @@ def run(recipe: Recipe, options: Options) -> None:
     for piece in pieces(target.tokenizer, rollout):
         answer.append(f"{opens}{piece.text}{closes}" if piece.drafted else piece.text, style=ACCEPTED if piece.drafted else "")
     console.print(answer, soft_wrap=True)
-    rate = counts.tokens / max(counts.rounds, 1)
     summary = (
-        f"\n{counts.tokens} tokens in {counts.rounds} rounds ({rate:.2f} a round), tau {counts.tau:.2f} with {drafts} drafts; "
+        f"\n{counts.tokens} tokens in {counts.rounds} rounds behind the first token, tau {counts.tau:.2f} with {drafts} drafts; "
     )
     guessed = f"{opens}guessed by the drafter{closes}", ACCEPTED
     console.print(Text.assemble(summary, guessed, ", the rest said by the target"), soft_wrap=True)
