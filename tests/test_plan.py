@@ -19,6 +19,7 @@ from drafttrain.commands.plan_taught import taught
 from drafttrain.data.kept_rows import wanted_final
 from drafttrain.data.store import TokenStore
 from drafttrain.data.token_counts import count
+from drafttrain.drafters.dflash import DFlash
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import load_drafter, save_drafter
 from drafttrain.drafters.vocabulary import choose_vocabulary
@@ -234,6 +235,21 @@ def test_a_published_drafter_is_planned_with_the_targets_own_tables_left_out(pla
     save_file(tensors, tmp_path / "export" / "model.safetensors")
     _, lines = planned(data={"features": "online"}, checkpoint={"start": str(tmp_path / "export")})
     assert line(lines, f"starting from {tmp_path}/export: ")
+
+
+def test_a_block_drafters_export_is_planned_where_the_recipe_leaves_its_mask_to_be_chosen(planned, tmp_path, tiny_llama):
+    """A plan has no tokenizer to choose one by; two that are named are compared."""
+    given = {"taps": [0, 1, 3], "block": 4, "layers": 1, "draft_vocab": None}
+    mask = 200
+    net = DFlash(**given, mask_token=mask).build(tiny_llama, DraftVocabulary(torch.arange(tiny_llama.vocab), tiny_llama.vocab))
+    export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(), None, {})
+
+    def plan(token, code=0) -> list[str]:
+        drafter = {"class_path": "DFlash", "init_args": {**given, "mask_token": token}}
+        return planned(drafter, code=code, data={"features": "online"}, checkpoint={"start": str(tmp_path / "export")})[1]
+
+    assert line(plan(None), f"starting from {tmp_path}/export: ") and line(plan(mask), f"starting from {tmp_path}/export: ")
+    assert f"drafter.init_args.mask_token is {mask + 1}, its own {mask}" in plan(mask + 1, code=2)[-1]
 
 
 def test_a_start_that_is_not_there_or_does_not_fit_is_refused(planned, tmp_path, trained):

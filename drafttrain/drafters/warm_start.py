@@ -108,6 +108,8 @@ class WarmStart(Source):
             raise UserError(f"{what} cannot be continued here: {'; '.join(faults)}; give another checkpoint.")
         wrong = []
         for name, value in found.options.items():
+            if name == "mask_token" and self.target.tokenizer is None and None in (value, getattr(config, name)):
+                continue  # a plan has no tokenizer to choose one by; training compares them
             now, own = self._meant(name, getattr(config, name)), self._meant(name, value)
             if now != own:
                 wrong.append(f"drafter.init_args.{name} is {json.dumps(now)}, its own {json.dumps(own)}")
@@ -119,7 +121,7 @@ class WarmStart(Source):
         if name == "taps":
             taps: dict[str, Any] = {name: list(value or [])}
             return replace(self.config, **taps).taps_of(self.target)
-        if name == "mask_token" and self.target.tokenizer is not None:  # a plan has none
+        if name == "mask_token" and self.target.tokenizer is not None:
             return mask_token(self.target, value)
         if name in PLACES and value is not None:  # an export tells the last part of a path alone
             return public_place(value)
