@@ -129,7 +129,9 @@ def _measure(target: Target, requests: list[Request], config: ValidateConfig, me
 
 
 def _say(p: Pass) -> None:
-    size = f"{len(p.rollouts)} prompts, {p.tokens:,} tokens in {p.seconds:.1f} s"
+    beyond = sum(len(rollout.beyond) for rollout in p.rollouts)  # they count in the rate: they took time
+    behind = f" and {beyond:,} behind the ends" if beyond else ""
+    size = f"{len(p.rollouts)} prompts, {p.tokens:,} tokens{behind} in {p.seconds:.1f} s"
     print(f"{p.name}: {size}, {p.tokens_per_second:.1f} tokens/s, tau {p.counts.tau:.3f}", flush=True)
 
 

@@ -120,6 +120,16 @@ def test_an_independent_recount_gives_the_reported_numbers(report, method):
             assert result[key] == table[key]
 
 
+def test_the_printed_rate_is_of_the_printed_tokens(tiny_llama, tmp_path, capsys):
+    """Plain decoding goes on behind the ends, and what it decodes there counts in its rate."""
+    validate(tiny_llama, drafter(tiny_llama, 0), prompts(2), CONFIG, tmp_path / "report")
+    words = r"plain: 2 prompts, (\d+) tokens and (\d+) behind the ends in ([\d.]+) s, ([\d.]+) tokens/s"
+    out = capsys.readouterr().out
+    tokens, beyond, seconds, rate = map(float, re.findall(words, out)[0])
+    assert abs((tokens + beyond) / rate - seconds) <= 0.051
+    assert "behind the ends" not in out[out.index("drafter: ") :]
+
+
 def test_the_recount_printed_in_the_report_runs_as_it_stands(report, monkeypatch, capsys):
     folder, result, _ = report
     assert RECOUNT in (folder / "README.md").read_text()
