@@ -166,10 +166,10 @@ class Adapter:
         """Counts an answer, and holds its prompt out or keeps it to be learnt from."""
         self.progress.prompts += 1
         self._accepted += rollout.accepted
-        if self.progress.prompts % self.config.hold_out_every:
-            self._pending.append(rollout)
-        else:
+        if not self.progress.prompts % self.config.hold_out_every:
             self.guard.held_out.append(request)
+        elif all(request.ids != held.ids for held in self.guard.held_out):  # a stream may bring again what the guard measures on
+            self._pending.append(rollout)
 
     def _answer(self, rollout: Rollout) -> Answer:
         tokens = rollout.answer.tolist()

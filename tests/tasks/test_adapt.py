@@ -287,6 +287,21 @@ def test_a_drawn_batch_with_nothing_to_learn_is_no_step(domains, tmp_path):
     assert loss is not None and loss == loss and taken < learner.steps < taken + 40
 
 
+def test_a_held_out_prompt_that_comes_again_is_not_learnt_from(domains, tmp_path, monkeypatch):
+    """As where a run is started again over the same file: its prompts then stand at other places of the count."""
+    prompts, learnt = prompts_of(A, 10, seed=3), []
+    adapting = adapter(domains, tmp_path)
+    learn = adapting.learner.learn
+    monkeypatch.setattr(adapting.learner, "learn", lambda rollouts, update: learnt.extend(rollouts) or learn(rollouts, update))
+    serve(adapting, prompts)
+    held_out = {request.ids for request in adapting.guard.held_out}
+    assert held_out == {prompts[3].ids, prompts[7].ids}
+    other, *others = prompts_of(A, 7, seed=4)
+    serve(adapting, [prompts[3], other, prompts[7], prompts[0], *others])  # numbers 11, 12 (held out), 13, 14, ...
+    read = [tuple(rollout.ids[: rollout.prompt_len].tolist()) for rollout in learnt]
+    assert not held_out & set(read) and read.count(prompts[0].ids) == 2
+
+
 def test_held_out_prompts_are_never_learnt_from(domains, tmp_path):
     """Other prompts in the places that are held out lead to the same drafter bit for bit, another one elsewhere does not."""
     prompts = prompts_of(A, 24, seed=0)
