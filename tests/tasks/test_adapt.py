@@ -327,7 +327,7 @@ def test_the_newest_prompts_are_held_out(domains, tmp_path):
 def test_nothing_to_learn_is_no_update(domains, tmp_path):
     said: list[str] = []
     adapting = adapter(domains, tmp_path, said=said)
-    answers = serve(adapting, [Request(f"p{i}", (A, A + 1), 1) for i in range(9)])  # the prefill says it all: no round
+    answers = serve(adapting, prompts_of(A, 9, seed=0, limit=1))  # the prefill says it all: no round
     assert len(answers) == 9 and all(answer.tau == 1 for answer in answers) and adapting.progress.updates == 0
     assert not adapting.log.path.exists() and len(said) == 1 and "nothing to learn from" in said[0]
 
