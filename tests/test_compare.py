@@ -188,6 +188,16 @@ def test_an_export_is_as_good_as_what_it_was_made_of(run, capsys):
     assert "fc.weight" not in out  # the same, number for number
 
 
+def test_equal_tensors_are_counted_beside_those_that_differ(run, tmp_path, capsys):
+    other = shutil.copytree(run[2], tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["fc.weight"][0, 0] += 1
+    save_file(weights, other / "model.safetensors")
+    assert main(["compare", run[2], str(other)]) == 0
+    out = capsys.readouterr().out
+    assert "fc.weight" in out and f"{len(weights) - 1} other tensors are equal, number for number" in out
+
+
 def test_folders_without_a_drafter_are_not_said_to_be_equal(tmp_path, capsys):
     for name in "ab":
         (tmp_path / name).mkdir()

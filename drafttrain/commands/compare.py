@@ -34,7 +34,10 @@ def run(options: CompareOptions, recipe: Recipe | None) -> None:
     alike = "configurations say the same" if both_say(a, b) else "configurations are not compared: not both can be read"
     _print_table(("configuration", "A", "B"), rows, alike)
     equal = "tensors are equal, number for number" if tensors else "no tensors to compare"
-    _print_table(("tensor", "A", "B", "largest difference"), _different(tensors), equal)
+    different = _different(tensors)
+    _print_table(("tensor", "A", "B", "largest difference"), different, equal)
+    if different and len(different) < len(tensors):
+        print(f"{len(tensors) - len(different)} other tensors are equal, number for number\n")
     compared = None if recipe is None else _measured(options, recipe)
     if options.json is not None:
         told = {
