@@ -101,6 +101,11 @@ def _needs(drafter: DrafterConfig, target: Target) -> Needs:
 def _draft_vocab(recipe: Recipe, target: Any, has_weights: bool) -> int | float | Cost | None:
     """What the data report shows: for the best size, what drafts cost, if that can be counted here."""
     size = recipe.drafter.draft_vocab
+    if size is not None and recipe.checkpoint.start is not None:
+        print(
+            "note: a drafter that is begun from (checkpoint.start) keeps its own draft vocabulary; what is said here is of one chosen from these answers, and "
+            "`train` says what its own covers"
+        )
     if size != "best":
         return size
     if has_weights:

@@ -72,3 +72,11 @@ def test_the_report_speaks_of_what_the_drafter_reads(tmp_path, target_folders, d
     assert bool(files) == (features == "stored")
     if files:
         assert sizes["float8_e4m3fn"] == sum(x.nbytes for file in files for x in load_file(file).values())
+
+
+@pytest.mark.parametrize("start", [False, True])
+def test_whose_coverage_is_told_is_said_where_the_drafter_brings_its_own_vocabulary(tmp_path, target_folders, capsys, start):
+    drafter = "{class_path: Eagle3, init_args: {taps: [0, 1], draft_vocab: 100}}"
+    flags = ["--checkpoint.start", str(tmp_path / "drafter")] if start else []
+    prepared(tmp_path, target_folders("llama"), drafter, "--data.features", "online", *flags)
+    assert ("note: a drafter that is begun from (checkpoint.start) keeps its own" in capsys.readouterr().out) == start
