@@ -8,6 +8,7 @@ and beside them, if wanted, "tools" and "system".
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -51,7 +52,7 @@ def _one_value(file: Path) -> Any:
         packed = plain.read(len(GZIP)) == GZIP
     try:
         return json.loads((gzip.decompress(file.read_bytes()) if packed else file.read_bytes()).decode("utf-8-sig"))
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error):  # its lines are read, and say which
         return None
 
 

@@ -100,6 +100,11 @@ def show(options: argparse.Namespace, target: TargetConfig | None) -> None:
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
+    except UserError:  # it cannot be read on
+        sys.stdout.flush()
+        for why, numbers in faults.items():
+            _name(options.file, numbers, why)
+        raise
     if faults:
         raise _explained(options.file, faults, shown)
     if not shown:
@@ -113,10 +118,16 @@ def _explained(file: Path, faults: dict[str, list[int]], shown: int) -> UserErro
         if not shown and refused == 1 + len(others):
             like = f", like all {refused:,} rows that were read" if others else ""
             return UserError(f"{file} row {first}{like}: {why}")
-        named, left = others[: MOST_NAMED - 1], len(others[MOST_NAMED - 1 :])
-        more = ", ".join([*map(str, named), *([f"{left:,} more"] if left else [])])
-        print(f"error: {file} row {first}" + (f" (and {more})" if more else "") + f": {why}", file=sys.stderr)
+        _name(file, [first, *others], why)
     return UserError(f"{refused:,} of {refused + shown:,} chats of {file} could not be masked; they are named above.")
+
+
+def _name(file: Path, rows: list[int], why: str) -> None:
+    """Says what is wrong with these rows."""
+    first, *others = rows
+    named, left = others[: MOST_NAMED - 1], len(others[MOST_NAMED - 1 :])
+    more = ", ".join([*map(str, named), *([f"{left:,} more"] if left else [])])
+    print(f"error: {file} row {first}" + (f" (and {more})" if more else "") + f": {why}", file=sys.stderr)
 
 
 # --- chats from a file --------------------------------------------------------------------------------------------------------

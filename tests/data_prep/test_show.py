@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -347,3 +348,26 @@ def test_a_system_column_and_a_data_folder(capsys, chats, tokenizer, store):
     Path(store).rename(Path(store).parent / "train")
     code, _, err = run(capsys, str(Path(store).parent), "--tokenizer", tokenizer)
     assert code == 2 and f"is a data folder, not a token store; give {Path(store).parent / 'train'}." in err
+
+
+def test_what_is_wrong_with_rows_is_said_where_the_file_breaks_off_behind_them(capsys, tokenizer, tmp_path):
+    path = tmp_path / "chats.jsonl.gz"
+    rows = [json.dumps({"prompt": random.Random(i).randbytes(2000).hex()}) for i in range(9)]
+    whole = gzip.compress("\n".join(rows).encode())
+    path.write_bytes(whole[: len(whole) // 2])
+    code, _, err = run(capsys, str(path), "--tokenizer", tokenizer)
+    assert code == 2 and "row 1 (and 2, 3" in err and "cut short or damaged" in err.splitlines()[-1]
+
+
+def test_a_gzipped_file_of_bare_chats_that_was_cut_short_is_named(capsys, tokenizer, tmp_path):
+    """Such a row is a list, as a whole file may be: it is read once as that."""
+    path = tmp_path / "chats.jsonl.gz"
+    chat = [{"role": "user", "content": random.Random(0).randbytes(200_000).hex()}, {"role": "assistant", "content": "b"}]
+    whole = bytearray(gzip.compress(json.dumps([GOOD["messages"]]).encode()[1:-1] + b"\n" + json.dumps(chat).encode()))
+    path.write_bytes(whole[: len(whole) // 2])
+    code, _, err = run(capsys, str(path), "--tokenizer", tokenizer)
+    assert code == 2 and "a gzipped file that is cut short or damaged" in err
+    whole[len(whole) // 2] ^= 255
+    path.write_bytes(whole)
+    code, _, err = run(capsys, str(path), "--tokenizer", tokenizer)
+    assert code == 2 and "a gzipped file that is cut short or damaged" in err
