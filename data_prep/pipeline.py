@@ -27,6 +27,7 @@ from data_prep.ledger import Ledger, reasons
 from data_prep.prompt import compact
 from data_prep.quality import QualityConfig
 from data_prep.report import write_report
+from data_prep.selfprompt import help_sampling
 from data_prep.server import ServerEngine
 from data_prep.sources import Ask, Prompt, SelfPrompts, Work
 from data_prep.stamp import require_same, settings
@@ -123,10 +124,7 @@ def _help_sampling(config: PrepareConfig, work: Work) -> None:
     """Returns when the leader has decided the prompts."""
     decided = (work.folder / "prompts.json").exists
     sources = [source.attempts(work) for source in config.prompts if isinstance(source, SelfPrompts)]
-    for number, attempts in enumerate(sources):
-        later = sources[number + 1 :]
-        attempts.help(over=lambda later=later: decided() or any(each.begun for each in later))  # type: ignore[misc]
-    work.team.wait_until(decided)
+    help_sampling(work.team, sources, over=decided)
 
 
 def engine(target: Target, config: PrepareConfig, say: Callable[[str], None] = print) -> Ask:

@@ -12,13 +12,14 @@ Where fewer prompts are asked for than a chunk has, it is sampled in pieces of t
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data_prep.progress import Watched
 from data_prep.prompt import Work
+from data_prep.team import Team
 from data_prep.text import fault, fingerprint, tokens_through_thought
 from drafttrain.data.sealed import read_sealed, write_sealed
 from drafttrain.errors import UserError
@@ -77,6 +78,8 @@ class Attempts:
         self.prefix, self.closing = ([], ()) if seeds else work.target.user_prefix()
         self.piece = min(source.count, work.chunk)
         self.judged = 0
+        self._own = work.team.rank
+        """The next chunk that this process makes where it does not lead."""
         self._seen = {fingerprint(example) for example in seeds.examples}
 
     def next(self) -> list[tuple[str, str, str | None]]:
@@ -90,23 +93,18 @@ class Attempts:
         self.judged += len(rows)
         return [(row["key"], *self._judge(row)) for row in rows]
 
-    def help(self, over: Callable[[], bool]) -> None:
-        """What a process that does not lead does: its chunks, until they are not needed any more."""
-        team, size = self.work.team, self.work.chunk
-        chunk = team.rank
-        while True:
-            team.wait_until(lambda: self._needed(chunk) or over())  # noqa: B023  (called at once)
-            if over():
-                return
-            self._make(chunk, size)
-            chunk += team.world
-
-    def _needed(self, chunk: int) -> bool:
-        """Whether a process that does not lead makes this chunk yet. Nobody runs ahead where even the first may be too much."""
-        team = self.work.team
+    @property
+    def needed(self) -> bool:
+        """Whether a process that does not lead makes its next chunk yet. Nobody runs ahead where even the first may be too much."""
+        team, chunk = self.work.team, self._own
         if self.piece < self.work.chunk:
             return len(self._rows(chunk - 1)) == self.work.chunk
         return chunk < team.world or self._path(chunk - team.rank - team.world).exists()
+
+    def help(self) -> None:
+        """What a process that does not lead does: its next chunk."""
+        self._make(self._own, self.work.chunk)
+        self._own += self.work.team.world
 
     @property
     def begun(self) -> bool:
@@ -184,6 +182,20 @@ class Attempts:
         closing = QUOTES.get(text[:1])
         inner = text[1:-1]
         return inner.strip() if closing and len(text) > 2 and text.endswith(closing) and text[0] not in inner else text
+
+
+def help_sampling(team: Team, sources: Sequence[Attempts], over: Callable[[], bool]) -> None:
+    """What a process that does not lead does: its chunks of these, until they are not needed any more."""
+
+    def waiting() -> list[Attempts]:
+        """The one begun last goes first. But an earlier start may have begun it, and the leader be at another one again, so all are looked at."""
+        return [each for each in reversed(sources) if (each is sources[0] or each.begun) and each.needed]
+
+    while True:
+        team.wait_until(lambda: bool(waiting()) or over())
+        if over():
+            return
+        waiting()[0].help()
 
 
 def read_topics(path: str) -> list[str]:

@@ -12,7 +12,7 @@ from data_prep.__main__ import _explained
 from data_prep.gather import askable
 from data_prep.ledger import Ledger
 from data_prep.pipeline import prepare
-from data_prep.selfprompt import Attempts
+from data_prep.selfprompt import Attempts, help_sampling
 from data_prep.sources import JsonlPrompts, Prompt, SelfPrompts
 from data_prep.team import Team
 from drafttrain.data.store import TokenStore
@@ -167,7 +167,7 @@ def test_a_helper_samples_its_chunks_and_runs_one_round_ahead(work):
             leader._make(0, work.chunk)
         return len(seen) >= 8
 
-    helper.help(over)
+    help_sampling(helper.work.team, [helper], over)
     assert seen[-1] == ["00000", "00001", "00004"]
     alone = Attempts(source, _member(work, 0, 1, made.parent.parent / "alone"))
     for chunk in range(5):
@@ -198,8 +198,18 @@ def test_a_helper_does_not_run_ahead_where_fewer_prompts_than_a_chunk_are_asked_
             leader.next()
         return len(seen) >= 10
 
-    helper.help(over)
+    help_sampling(helper.work.team, [helper], over)
     assert leader.judged == work.chunk and seen[5] == ["00000"] and seen[-1] == ["00000", "00001"]
+
+
+def test_a_helper_goes_back_to_an_earlier_source_that_was_begun_before_the_start(work):
+    """A first start was killed at the second source; then more prompts of the first one were asked for. The leader waited for chunk 1 of it for ever."""
+    first, second = SelfPrompts(count=12, max_tokens=30), SelfPrompts(count=5, max_tokens=30, name="other")
+    for source in (first, second):
+        Attempts(source, work)._make(0, work.chunk)
+    helpers, polls = [Attempts(source, _member(work, 1, 2)) for source in (first, second)], iter(range(9))
+    help_sampling(helpers[0].work.team, helpers, lambda: next(polls) >= 5)
+    assert {path.stem for path in (work.folder / "attempts").iterdir()} >= {"self-00001", "self-00003", "other-00001"}
 
 
 def _member(work, rank: int, world: int, folder: Path | None = None):
