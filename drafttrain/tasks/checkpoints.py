@@ -24,6 +24,8 @@ from drafttrain.tasks.distill import Position
 
 STATE, FACTS = "state", "train.json"
 PIECES, SUM = "*.pt", ".sha256"
+LATEST = "latest"
+"""The file of a DeepSpeed folder that is written when everything else is there; it names the tag."""
 
 
 @dataclass(frozen=True)
@@ -67,31 +69,85 @@ def require_readable(saved: Saved, rank: int = 0, world: int = 1) -> None:
     Of DeepSpeed's pieces each of the `world` processes looks at its share.
     """
     if found := damaged(saved.state, rank, world):
-        checkpoints, what = saved.folder.parent.parent, "damaged or cut short" if found[0].exists() else "gone"
-        raise UserError(
-            f"{found[0]} is {what}, so the run cannot go on from it; restore it, or delete {saved.folder}/ to begin training anew "
-            f"({checkpoints}/best/ stays)."
-        )
+        what = f"{found[0]} is {'damaged or cut short' if found[0].exists() else 'gone'}"
+    elif saved.state.is_dir() and (lacking := _lacking(saved.state)):
+        what = f"{saved.state}/ lacks {lacking}"
+    else:
+        return
+    raise UserError(
+        f"{what}, so the run cannot go on from it; restore it, or delete {saved.folder}/ to begin training anew "
+        f"({saved.folder.parent.parent}/best/ stays)."
+    )
 
 
 def damaged(state: Path, rank: int = 0, world: int = 1) -> list[Path]:
-    """Files of a state, or of a folder of DeepSpeed's pieces, that are not what was saved, or gone. A piece without a sum is believed."""
-    if state.is_dir():
-        pieces = [file.with_suffix("") for file in sorted(state.rglob(PIECES + SUM))[rank::world]]
-        return [piece for piece in pieces if not _as_summed(piece)]
-    try:
-        # What torch.save writes: each record carries a checksum, at which torch.load does not look.
-        with zipfile.ZipFile(state) as records:
-            return [] if records.testzip() is None else [state]
-    except Exception:  # of a damaged header zipfile raises what its reader happens to meet
-        return [state]
+    """Files of a state, or of a folder of DeepSpeed's pieces, that are not what was saved, or gone. A piece that has no sum is looked at as a state is."""
+    if not state.is_dir():
+        return [] if _as_checked(state) else [state]
+    pieces = {file.with_suffix("") for file in state.rglob(PIECES + SUM)} | {*state.rglob(PIECES)}
+    mine = sorted(pieces)[rank::world]
+    return [piece for piece in mine if not (_as_summed if _sum_of(piece).exists() else _as_saved)(piece)]
+
+
+def _sum_of(piece: Path) -> Path:
+    return piece.with_name(piece.name + SUM)
 
 
 def _as_summed(piece: Path) -> bool:
     try:
-        return piece.with_name(piece.name + SUM).read_bytes().split()[:1] == [sha256_file(piece).encode()]
+        return _sum_of(piece).read_bytes().split()[:1] == [sha256_file(piece).encode()]
     except OSError:
         return False
+
+
+def _as_saved(piece: Path) -> bool:
+    """A form of DeepSpeed's that has no checksums is believed."""
+    with piece.open("rb") as file:
+        begins = file.read(2)
+    return _as_checked(piece) if begins == b"PK" else bool(begins)
+
+
+def _as_checked(file: Path) -> bool:
+    """What torch.save writes: each record carries a checksum, at which torch.load does not look."""
+    try:
+        with zipfile.ZipFile(file) as records:
+            return records.testzip() is None
+    except Exception:  # of a damaged header zipfile raises what its reader happens to meet
+        return False
+
+
+def _lacking(state: Path) -> str:
+    """What a folder of DeepSpeed's lacks to be loaded; empty for nothing."""
+    try:
+        tag = (state / LATEST).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        tag = ""
+    if not tag or not (state / tag).is_dir():
+        return f"a file `{LATEST}` that names a folder in it"
+    return missing_pieces(state / tag)
+
+
+def missing_pieces(folder: Path) -> str:
+    """Names of files that must be there beside the others and are not: a piece of each process, numbered from 0. Empty where all are."""
+    pieces = {path.name for path in folder.glob("*_states.pt")}
+    optimizers = {name for name in pieces if name.endswith("_optim_states.pt")}
+    whole = "mp_rank_00_model_states.pt"  # names and shapes; ZeRO-3 has a file of them for each process
+    missing = [] if not pieces or whole in pieces else [name for name in _numbered(optimizers) if _model_of(name) not in pieces]
+    missing = [_model_of(name) for name in missing] + [name for name in _numbered(optimizers) if name not in pieces]
+    return ", ".join(missing) if optimizers else "the pieces of the optimizer (*_optim_states.pt)"
+
+
+def _numbered(names: set[str]) -> list[str]:
+    """The names with each number from 0 to the highest."""
+    ranks = {int(name.split("pp_rank_")[1].split("_")[0]): name for name in names}
+    if not ranks:
+        return []
+    last = ranks[max(ranks)]
+    return [last.replace(f"pp_rank_{max(ranks)}_", f"pp_rank_{rank}_") for rank in range(max(ranks) + 1)]
+
+
+def _model_of(name: str) -> str:
+    return name.removeprefix("bf16_").replace("_optim_states", "_model_states")
 
 
 def _sum_pieces(state: Path, rank: int) -> None:
@@ -99,7 +155,7 @@ def _sum_pieces(state: Path, rank: int) -> None:
     for piece in state.rglob(PIECES):
         writer = re.search(r"pp_rank_(\d+)_", piece.name)
         if (int(writer[1]) if writer else 0) == rank:
-            piece.with_name(piece.name + SUM).write_text(f"{sha256_file(piece)}  {piece.name}\n")
+            _sum_of(piece).write_text(f"{sha256_file(piece)}  {piece.name}\n")
 
 
 def save_state(trainer, checkpoints: Path, position: Position, recipe: dict[str, Any], share: dict[str, int]) -> None:

@@ -27,13 +27,11 @@ from torch import Tensor
 
 from drafttrain.errors import UserError
 from drafttrain.files import read_json, typed_path
-from drafttrain.tasks.checkpoints import FACTS, STATE, damaged, find_last
+from drafttrain.tasks.checkpoints import FACTS, LATEST, STATE, damaged, find_last, missing_pieces
 
 NET = "net."
 """What the task calls its drafter."""
 WRITING = "writing_"
-LATEST = "latest"
-"""The file of a DeepSpeed folder that is written when everything else is there; it names the tag."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,8 @@ def _consolidated(folder: Path) -> dict[str, Tensor]:
         if not (folder / LATEST).is_file():
             raise ValueError(f"it has no file `{LATEST}`, which is written last")
         root, tag = folder, (folder / LATEST).read_text().strip()
-    _require_pieces(root / tag)
+    if lacking := missing_pieces(root / tag):
+        raise ValueError(f"{tag}/ lacks {lacking}")
     _require_undamaged(root / tag)
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
@@ -157,27 +156,3 @@ def _require_undamaged(state: Path) -> None:
     """ValueError that names a file whose bytes are not those that were saved."""
     if found := damaged(state):
         raise ValueError(f"{found[0].name} does not hold what was saved there")
-
-
-def _require_pieces(folder: Path) -> None:
-    """ValueError that names the files that must be there beside the others and are not: a piece of each process, numbered from 0."""
-    pieces = {path.name for path in folder.glob("*_states.pt")}
-    optimizers = {name for name in pieces if name.endswith("_optim_states.pt")}
-    whole = "mp_rank_00_model_states.pt"  # names and shapes; ZeRO-3 has a file of them for each process
-    missing = [] if not pieces or whole in pieces else [name for name in _numbered(optimizers) if _model_of(name) not in pieces]
-    missing = [_model_of(name) for name in missing] + [name for name in _numbered(optimizers) if name not in pieces]
-    if not optimizers or missing:
-        raise ValueError(f"{folder.name}/ lacks {', '.join(missing) or 'the pieces of the optimizer (*_optim_states.pt)'}")
-
-
-def _numbered(names: set[str]) -> list[str]:
-    """The names with each number from 0 to the highest."""
-    ranks = {int(name.split("pp_rank_")[1].split("_")[0]): name for name in names}
-    if not ranks:
-        return []
-    last = ranks[max(ranks)]
-    return [last.replace(f"pp_rank_{max(ranks)}_", f"pp_rank_{rank}_") for rank in range(max(ranks) + 1)]
-
-
-def _model_of(name: str) -> str:
-    return name.removeprefix("bf16_").replace("_optim_states", "_model_states")

@@ -35,11 +35,7 @@ class ZeroState:
         self._pieces = [_piece(file) for file in _by_rank(folder / TAG, OPTIMIZERS)]
         self._model = _load(_by_rank(folder / TAG, "*_model_states.pt")[0])
         self.stage, self.world = int(self._pieces[0]["zero_stage"]), len(self._pieces)
-        counted = self._pieces[0]["partition_count"]
-        if self.world != (max(counted) if isinstance(counted, list) else counted):
-            raise UserError(
-                f"{folder} holds the pieces of {self.world} processes, but was saved by {counted}; restore the others."
-            )
+        _require_all(folder, self._pieces[0], self.world)
         if len(self._rows(self._pieces[0])) != len(self._model["param_shapes"]):
             raise UserError(
                 f"{folder} was saved with sub_group_size below the drafter's size, which cannot be cut anew; start {self.world} processes."
@@ -162,9 +158,18 @@ def _lay_whole_pieces(optimizer: Any, weight: nn.Parameter, part: str, whole: Te
 
 
 def saved_by(folder: Path) -> tuple[int, int]:
-    """(processes, stage) that a folder of DeepSpeed's was saved by, of which one file is read."""
+    """(processes, stage) that a folder of DeepSpeed's was saved by, of which one file is read. UserError if it lacks pieces of some."""
     files = _by_rank(folder / TAG, OPTIMIZERS)
-    return len(files), int(_piece(files[0])["zero_stage"])
+    first = _piece(files[0])
+    _require_all(folder, first, len(files))
+    return len(files), int(first["zero_stage"])
+
+
+def _require_all(folder: Path, piece: dict[str, Any], found: int) -> None:
+    counts = piece["partition_count"]
+    count = max(counts) if isinstance(counts, list) else counts
+    if found != count:
+        raise UserError(f"{folder} holds the pieces of {found} process(es), but was saved by {count}; restore what was saved.")
 
 
 def _piece(file: Path) -> dict[str, Any]:

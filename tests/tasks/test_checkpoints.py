@@ -13,6 +13,7 @@ import torch
 from drafttrain.errors import UserError
 from drafttrain.tasks.checkpoints import damaged, differences, find_last, require_readable, save_state
 from drafttrain.tasks.distill import Position
+from drafttrain.tasks.zero_state import saved_by
 
 RECIPE = {"drafter": {"class": "Eagle3", "depth": 3}}
 SHARE = {"world": 1, "accumulate": 2, "rows": 1}
@@ -36,6 +37,7 @@ class OneFile:
         if self.folder:
             (path / "checkpoint").mkdir(parents=True, exist_ok=True)
             if self.is_global_zero:
+                (path / "latest").write_text("checkpoint")
                 (path / "checkpoint" / "mp_rank_00_model_states.pt").write_bytes(b"names")
             path = path / "checkpoint" / f"bf16_zero_pp_rank_{self.global_rank}_mp_rank_00_optim_states.pt"
         path.write_bytes(b"whole" if not self.fails else b"wh")
@@ -160,7 +162,8 @@ def test_a_piece_that_was_harmed_is_named_by_the_process_whose_share_it_is(piece
             for rank, world in ((0, 1), (number % 2, 2)):
                 with pytest.raises(UserError, match=rf"{file.name} is {what}, .* or delete .*step_00000004/ to begin"):
                     require_readable(saved, rank, world)
-            require_readable(saved, 1 - number % 2, 2)
+            if harm is not None:  # what is gone the others see too
+                require_readable(saved, 1 - number % 2, 2)
         file.write_bytes(whole)
 
 
@@ -170,6 +173,54 @@ def test_pieces_of_an_earlier_version_have_no_sums_and_are_believed(pieces):
         file.unlink()
     files[0].write_bytes(b"nobody knows")
     require_readable(saved)
+
+
+def test_a_piece_of_an_earlier_version_that_was_cut_short_is_no_state(pieces):
+    saved, files = pieces
+    for file in saved.state.rglob("*.sha256"):
+        file.unlink()
+    torch.save({"weights": torch.arange(1000.0)}, files[1])
+    require_readable(saved)
+    os.truncate(files[1], files[1].stat().st_size // 2)
+    for length in (files[1].stat().st_size // 2, 0):
+        os.truncate(files[1], length)
+        with pytest.raises(UserError, match=rf"{files[1].name} is damaged or cut short, .* or delete .*step_00000004/ to begin"):
+            require_readable(saved)
+
+
+def test_a_piece_that_is_gone_with_its_sum_is_named(pieces):
+    saved, files = pieces
+    for file in (files[0], files[2]):  # rank 0's, and the names
+        both = file, file.with_name(file.name + ".sha256")
+        whole = [each.read_bytes() for each in both]
+        for each in both:
+            each.unlink()
+        name = file.name if "optim" in file.name else "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        for rank in (0, 1):
+            with pytest.raises(
+                UserError, match=rf"state/ lacks {name}.*, so the run cannot go on from it; restore it, or delete"
+            ):
+                require_readable(saved, rank, 2)
+        for each, content in zip(both, whole, strict=True):
+            each.write_bytes(content)
+    for latest in ("", "elsewhere", None):
+        file = saved.state / "latest"
+        file.unlink() if latest is None else file.write_text(latest)
+        with pytest.raises(UserError, match="state/ lacks a file `latest` that names a folder in it"):
+            require_readable(saved)
+
+
+def test_the_last_process_s_piece_is_missed_by_the_number_that_the_others_tell(tmp_path):
+    """Without it, the files look like those of fewer processes."""
+    pytest.importorskip("deepspeed")
+    (tmp_path / "checkpoint").mkdir()
+    for counted in ([2, 2], 2):
+        piece = {"optimizer_state_dict": {"partition_count": counted, "zero_stage": 2}}
+        torch.save(piece, tmp_path / "checkpoint" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+        with pytest.raises(UserError, match=r"holds the pieces of 1 process\(es\), but was saved by 2"):
+            saved_by(tmp_path)
+    torch.save(piece, tmp_path / "checkpoint" / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+    assert saved_by(tmp_path) == (2, 2)
 
 
 def test_every_leaf_that_differs_is_named():
