@@ -166,7 +166,10 @@ def _texts_of(value: Any) -> list[str]:
     """The different ones of a list, or one by itself; [] where one of them makes no sense, for the others alone would say too little."""
     values = value if isinstance(value, list) else [value]
     found = [text for each in values[: MOST_LICENCES + 1] if (text := _text(each)) is not None]
-    return list(dict.fromkeys(found)) if len(values) == len(found) <= MOST_LICENCES else []
+    different: dict[str, str] = {}
+    for text in found:
+        different.setdefault(text.lower(), text)
+    return list(different.values()) if len(values) == len(found) <= MOST_LICENCES else []
 
 
 def _text(value: Any) -> str | None:

@@ -48,6 +48,8 @@ OTHER = "---\ntags: [a]\nlicense: other\nlicense_name: tongyi\nlicense_link: LIC
         ("---\nlicense: mit\n", Origin()),  # never closed
         ("---\nlicense: [mit, apache-2.0, mit]\n---\n", Origin(["mit", "apache-2.0"])),
         ("---\nlicense:\n- Other\n- mit\nlicense_name: x\n---\n", Origin(["other", "mit"], "x")),
+        ("---\nlicense: [MIT, apache-2.0, mit]\n---\n", Origin(["MIT", "apache-2.0"])),
+        ("---\nlicense: [Other, OTHER]\nlicense_name: x\n---\n", Origin("other", "x")),
         ("---\nlicense: [mit, {a: b}]\n---\n", Origin()),  # of several a part says too little
         ("---\nlicense: [mit, no]\n---\n", Origin()),
         ("---\nlicense: []\n---\n", Origin()),
