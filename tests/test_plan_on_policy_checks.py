@@ -155,6 +155,9 @@ def test_learning_while_serving_is_told_where_it_is_set(planned):
         "adapt: learns 1 step(s) from the places of first rejected drafts of every 5 answers; "
     )
     assert not warnings(lines)
+    [said] = warnings(planned(adapt={"every": 5, "buffer": 9}, **steady)[1])
+    assert said.startswith("warning: no step of adapt reads its buffer of 9 answers")
+    assert not warnings(planned(adapt={"every": 5, "buffer": 9, "steps": 2}, **steady)[1])
     [said] = warnings(planned(adapt={"every": 5}, optimizer={"schedule": "cosine"})[1])
     assert said.startswith("warning: adapt would refuse: optimizer.schedule is cosine")
 

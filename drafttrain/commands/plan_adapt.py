@@ -23,6 +23,11 @@ def adapted(recipe: Recipe) -> list[str]:
         f"adapt: learns {config.steps} step(s) from {learnt} of every {config.every} answers; 1 prompt in {config.hold_out_every} is held out, and the "
         f"newest {config.guard_prompts} of them undo what loses more than {config.fall:.0%} of tau, looked at every {config.guard_every} updates"
     ]
+    if config.buffer is not None and config.steps == 1:
+        found.append(
+            f"warning: no step of adapt reads its buffer of {config.buffer:,} answers, for the first one of an update learns from the new ones; raise "
+            "adapt.steps above 1, or set adapt.buffer to null"
+        )
     try:
         clip = recipe.trainer.get("gradient_clip_val")
         AdaptSections(config, recipe.objective, recipe.optimizer, recipe.data.length, recipe.data.seed, clip=clip)

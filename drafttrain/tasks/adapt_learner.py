@@ -59,7 +59,13 @@ class AdaptSections:
                 f"trainer.gradient_clip_val is {self.clip!r}, but must be a number, or 0 or null to leave gradients as they are."
             )
         if self.adapt.as_text:
-            require_text(self.objective)
+            try:
+                require_text(self.objective)
+            except UserError:  # its sentence is about the texts that training reads
+                raise UserError(
+                    f"adapt.replay is {self.adapt.replay}, which reads answers as texts, but objective.class_path is {type(self.objective).__name__}, which "
+                    "learns from rounds; choose Distillation, or set adapt.replay to rounds."
+                ) from None
         if not any(self.streams):
             raise UserError(
                 "adapt.replay is first_rejection, which learns from the target's tokens alone, but objective.init_args.accepted_weight 0 leaves those "

@@ -223,7 +223,9 @@ def test_text_teaches_what_supervised_training_would(domains, tmp_path, drafter)
 
 
 def test_text_needs_an_objective_of_texts():
-    with pytest.raises(UserError, match="objective.class_path is OnPolicyDistillation"):
+    with pytest.raises(
+        UserError, match="adapt.replay is text, .* objective.class_path is OnPolicyDistillation.*set adapt.replay to rounds"
+    ):
         sections(replay="text", objective=OnPolicyDistillation())
 
 
