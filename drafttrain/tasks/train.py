@@ -112,6 +112,7 @@ def train(
                 f"{checkpoints}/ is finished: {saved.position.step} of {sections.max_steps} steps; raise trainer.max_steps to go on."
             )
             return checkpoints / "best"
+        _require_same_keeper(saved, uses_deepspeed(trainer.get("strategy")))
         require_readable(saved, topology.rank, topology.world)
     watch = Watch(topology.store, topology.rank, topology.world, checkpoint.hung_s)
     if topology.store is not None:
@@ -323,10 +324,8 @@ def _fit(
         trainer.strategy.config.setdefault("train_micro_batch_size_per_gpu", sections.data.rows)
         # torch's AdamW steps what is offloaded too; DeepSpeed's own would have to be compiled first.
         trainer.strategy.config.setdefault("zero_force_ds_cpu_optimizer", False)
-    if saved is not None:
-        _require_same_keeper(saved, uses_deepspeed(trainer.strategy))
-        if saved.state.is_dir():
-            _cut_anew(trainer.strategy, task, saved)
+    if saved is not None and saved.state.is_dir():
+        _cut_anew(trainer.strategy, task, saved)
     try:
         trainer.fit(task, loader, ckpt_path=None if saved is None else str(saved.state), weights_only=True)
     finally:
