@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 class BatchedMuon(getattr(torch.optim, "Muon", torch.optim.Optimizer)):  # type: ignore[misc]  # Muon came with torch 2.9
-    """Takes what torch.optim.Muon takes, with steps as large as AdamW's (adjust_lr_fn="match_rms_adamw") whatever is asked for. Its state is torch's own, so
-    that each goes on from what the other saved."""
+    """Steps as large as AdamW's (torch's adjust_lr_fn="match_rms_adamw"). Its state is torch's own, so that each goes on from what the other saved."""
+
+    def __init__(self, weights: list[Parameter], lr: float, weight_decay: float):
+        super().__init__(weights, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
 
     @torch.no_grad()
     def step(self, closure=None):

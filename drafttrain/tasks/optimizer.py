@@ -126,7 +126,7 @@ def make_optimizer(config: OptimizerConfig, net: nn.Module, fused: bool, tokens:
         raise UserError(
             f"optimizer.muon_lr is {config.muon_lr}, but torch {torch.__version__} has no Muon; install torch 2.9 or newer, or set it to null."
         )
-    muon = BatchedMuon(turned, lr=config.muon_lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon = BatchedMuon(turned, lr=config.muon_lr, weight_decay=config.weight_decay)
     return AdamWAndMuon(_adamw(config, groups, fused), muon) if groups else muon
 
 
