@@ -55,7 +55,7 @@ from drafttrain.tasks.speed import reads_ahead
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed
-from drafttrain.tasks.train_checks import OURS, require_sections, require_start
+from drafttrain.tasks.train_checks import OURS, require_same_keeper, require_sections, require_start
 from drafttrain.tasks.watch import Watch, meet
 from drafttrain.tasks.zero_state import ZeroState, cut_anew, saved_by
 from drafttrain.types import Request
@@ -112,7 +112,7 @@ def train(
                 f"{checkpoints}/ is finished: {saved.position.step} of {sections.max_steps} steps; raise trainer.max_steps to go on."
             )
             return checkpoints / "best"
-        _require_same_keeper(saved, uses_deepspeed(trainer.get("strategy")))
+        require_same_keeper(saved, trainer.get("strategy"))
         require_readable(saved, topology.rank, topology.world)
     watch = Watch(topology.store, topology.rank, topology.world, checkpoint.hung_s)
     if topology.store is not None:
@@ -332,16 +332,6 @@ def _fit(
         reporter.close()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def _require_same_keeper(saved: Saved, deepspeed: bool) -> None:
-    """UserError if the state on disk was written by another kind of strategy."""
-    kinds = {True: "DeepSpeed", False: "a strategy other than DeepSpeed"}
-    if saved.state.is_dir() != deepspeed:
-        raise UserError(
-            f"{saved.folder} was saved with {kinds[saved.state.is_dir()]}, but trainer.strategy is now {kinds[deepspeed]}, which cannot read it; "
-            "use the hardware recipe of before, or give the run another `name`."
-        )
 
 
 def _cut_anew(strategy: Any, task: DistillTask, saved: Saved) -> None:

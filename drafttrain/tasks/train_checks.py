@@ -10,6 +10,7 @@ from drafttrain.tasks.on_policy_start import require_refreshes, require_streams,
 from drafttrain.tasks.optimizer import require_whole_matrices
 from drafttrain.tasks.sections import Sections
 from drafttrain.tasks.shared_target import Processes, require_no_answers, require_sharers
+from drafttrain.tasks.strategy import uses_deepspeed
 
 OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 """Trainer arguments that this stage decides: steps end a run, and saving and showing are its own."""
@@ -38,6 +39,16 @@ def require_start(sections: Sections, saved: Saved | None) -> None:
         require_refreshes(sections.on_policy, sections.max_steps)
         if saved is None:
             require_trained(sections.on_policy, sections.checkpoint.start)
+
+
+def require_same_keeper(saved: Saved, strategy: Any) -> None:
+    """UserError if the state on disk was written by another kind of strategy. `strategy`: as the recipe has it."""
+    kinds, deepspeed = {True: "DeepSpeed", False: "a strategy other than DeepSpeed"}, uses_deepspeed(strategy)
+    if saved.state.is_dir() != deepspeed:
+        raise UserError(
+            f"{saved.folder} was saved with {kinds[saved.state.is_dir()]}, but trainer.strategy is now {kinds[deepspeed]}, which cannot read it; "
+            "use the hardware recipe of before, or give the run another `name`."
+        )
 
 
 def ours_refused(key: str) -> str:
