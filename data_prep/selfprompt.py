@@ -88,7 +88,8 @@ class Attempts:
         end = min(first + self.piece, self.work.chunk)
         if self.work.team.mine(chunk):
             self._make(chunk, end)
-        self.work.team.wait_until(lambda: len(self._rows(chunk)) >= end)
+        else:
+            self.work.team.wait_until(lambda: len(self._rows(chunk)) >= end)
         rows = self._rows(chunk)[first:end]
         self.judged += len(rows)
         return [(row["key"], *self._judge(row)) for row in rows]
