@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
 from drafttrain.ops.rows import stretch_mask
@@ -236,17 +236,20 @@ class RowRule:
         return seen_BQT & within(self.window, position_BT[:, None], position_BQ[..., None])
 
     def block_mask(self, step: int = 0) -> BlockMask:
-        """A document is one stretch of a packed row, its positions ascend by one, so what a row sees is a stretch too."""
-        document_BT = self.sequences.document_BT
-        T = document_BT.shape[1]
-        row_T = torch.arange(T, device=document_BT.device)
-        begins_BT = pad(document_BT[:, 1:] != document_BT[:, :-1], (1, 0), value=True)
-        first_BT = torch.where(begins_BT, row_T, 0).cummax(1).values
-        row_BQ = self.query_BQ.clamp(min=0)
-        first_BQ = first_BT.gather(1, row_BQ)
-        if self.window is not None:
-            first_BQ = first_BQ.maximum(row_BQ + step - self.window + 1)
-        return stretch_mask(first_BQ, row_BQ, T)
+        T = self.sequences.document_BT.shape[1]
+        return stretch_mask([_stretch(self.sequences, self.query_BQ.clamp(min=0), self.window, step)], T)
+
+
+def _stretch(sequences: Sequences, row_BQ: Tensor, window: int | None, step: int | Tensor) -> tuple[Tensor, Tensor]:
+    """First and last row that is seen from each `row_BQ` by what stands `step` places on. A document is one stretch of a packed row, its positions ascend
+    by one, so what a row sees is a stretch too."""
+    document_BT = sequences.document_BT
+    row_T = torch.arange(document_BT.shape[1], device=document_BT.device)
+    begins_BT = pad(document_BT[:, 1:] != document_BT[:, :-1], (1, 0), value=True)
+    first_BQ = torch.where(begins_BT, row_T, 0).cummax(1).values.gather(1, row_BQ)
+    if window is not None:
+        first_BQ = first_BQ.maximum(row_BQ + step - window + 1)
+    return first_BQ, row_BQ
 
 
 def every_row(ids_BT: Tensor) -> Tensor:
@@ -288,23 +291,14 @@ class BlockRule:
         return own_slots(self.slots, self.causal, self.query_BQ.device)
 
     def block_mask(self) -> BlockMask:
-        """For `attend_blocks_fused`: queries are slots, block after block; keys the context, then all slots."""
-        document_BT, position_BT, row_BQ = self.sequences.document_BT, self.sequences.position_BT, self.query_BQ.clamp(min=0)
-        T, S = document_BT.shape[1], self.slots
-        B, Q = row_BQ.shape
-        document_BQ, position_BN = document_BT.gather(1, row_BQ), self.position_BQS.flatten(1)
-
-        def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            block, row, other = query // S, key.clamp(max=T - 1), (key - T).clamp(min=0)
-            context = (key < T) & (row <= row_BQ[b, block]) & (document_BT[b, row] == document_BQ[b, block])
-            if self.window is not None:
-                context = context & within(self.window, position_BT[b, row], position_BN[b, query])
-            own = (key >= T) & (other // S == block)
-            if self.causal:
-                own = own & (other <= query)
-            return context | own
-
-        return create_block_mask(sees, B, None, Q * S, T + Q * S, device=row_BQ.device)
+        """For `attend_blocks_fused`: queries are slots, block after block; keys the context, then all slots. A slot sees two stretches of the keys."""
+        (B, Q), S, T = self.query_BQ.shape, self.slots, self.sequences.document_BT.shape[1]
+        slot_N = torch.arange(Q * S, device=self.query_BQ.device)
+        row_BN = self.query_BQ.clamp(min=0).repeat_interleave(S, 1)
+        begins_N = slot_N - slot_N % S
+        ends_N = slot_N if self.causal else begins_N + S - 1
+        own_BN = (T + begins_N).expand(B, -1), (T + ends_N).expand(B, -1)
+        return stretch_mask([_stretch(self.sequences, row_BN, self.window, 1 + slot_N % S), own_BN], T + Q * S)
 
 
 def within(window: int, key_position: Tensor, position: Tensor) -> Tensor:

@@ -158,6 +158,11 @@ class DrafterNet(nn.Module):
             return self.embedding.module(ids).to(self.dtype)
 
     @property
+    def fixed_queries(self) -> bool:
+        """Whether every layout of a training has as many places for drafting rows, so that kernels can be compiled for that number."""
+        return False
+
+    @property
     def per_word(self) -> int:
         """Weights that its head reads for each token it can say."""
         weights = dict(self.named_parameters())

@@ -158,6 +158,10 @@ class BlockNet(ParallelNet):
         """Of the trained weights."""
         return self.fc.weight.dtype
 
+    @property
+    def fixed_queries(self) -> bool:
+        return bool(self.config.anchors)
+
     def fuse(self, features: Features) -> Tensor:
         """C, the context that every layer reads: [B, T, H]."""
         return self.hidden_norm(self.fc(features.taps_BTAD.to(self.dtype).flatten(2)))

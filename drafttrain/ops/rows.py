@@ -1,50 +1,80 @@
-"""Attention to the rows of a text without holding scores: what one query sees of a packed row is one stretch of it, from a first row to a last.
+"""Attention to the rows of a text without holding scores: what one query sees of a packed row is one stretch of it, from a first row to a last, or
+two: a text and what stands behind it.
 
-Of T queries over T rows a dense mask holds T x T truths and a softmax B x H x T x T scores; here there are two numbers for each query, and a table of
-which blocks of 128 queries look at which blocks of 128 rows (T x T / 16,384). The kernel is `flex_attention`.
+Of T queries over T rows a dense mask holds T x T truths and a softmax B x H x T x T scores; here there are two numbers for each query and stretch, and
+a table of which blocks of 128 queries look at which blocks of 128 rows (T x T / 16,384). The kernel is `flex_attention`.
 
 Letters: B batch, H query heads, G key/value heads (grouped queries), Q queries, S rows of the text, D head width, N blocks of queries, M blocks of rows.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+from torch.nn.functional import pad
 
 BLOCK = 128
 """Queries, and rows, of a block: what the kernel takes in at once."""
+SMALL_HEADS: dict[str, Any] = {"fwd_BLOCK_N": 64}
+"""What the kernel takes in at once where heads are at most 64 wide."""
+BEHIND_ALL = 2**30
+"""First row of a stretch that holds none."""
 
 
-def stretch_mask(first_BQ: Tensor, last_BQ: Tensor, rows: int) -> BlockMask:
-    """Query q of a packed row sees its rows `first_BQ` to `last_BQ`, both included, of `rows`; none where first is behind last. Nothing here is as
-    large as queries times rows, and the host does not wait for the device."""
-    B, Q = first_BQ.shape
+def stretch_mask(stretches: Sequence[tuple[Tensor, Tensor]], rows: int) -> BlockMask:
+    """Query q of a packed row sees, of `rows`, those of each stretch (one or two), `first_BQ` to `last_BQ`, both included; none where first is behind
+    last. Nothing here is as large as queries times rows, and the host does not wait for the device.
+
+    For every pair of a block that is seen in part the kernel asks the rule again, in each layer and on the way back too: two comparisons of 32-bit
+    numbers for each stretch."""
+    Q = stretches[0][0].shape[1]
     blocks_N, blocks_M = -(-Q // BLOCK), -(-rows // BLOCK)
-    fill = (0, blocks_N * BLOCK - Q)
-    empty_BQ = first_BQ > last_BQ
-    # Over the queries of a block: the rows that any sees lie within low..high, and those that all see are inner_low..inner_high.
-    low_BN, inner_high_BN = (
-        torch.nn.functional.pad(x, fill, value=absent).unflatten(1, (blocks_N, BLOCK)).amin(2)
-        for x, absent in ((first_BQ.masked_fill(empty_BQ, rows), rows), (last_BQ.masked_fill(empty_BQ, -1), -1))
+    begin_M = torch.arange(blocks_M, device=stretches[0][0].device, dtype=torch.int32) * BLOCK
+    touched, whole, seen = [], [], []
+    for stretch in stretches:
+        first_BQ, last_BQ = (x.to(torch.int32) for x in stretch)
+        seen.append((first_BQ, last_BQ))
+        empty_BQ = first_BQ > last_BQ
+        first_BNX, last_BNX = (  # queries that fill up the last block see nothing
+            pad(x.masked_fill(empty_BQ, absent), (0, blocks_N * BLOCK - Q), value=absent).unflatten(1, (blocks_N, BLOCK))
+            for x, absent in ((first_BQ, BEHIND_ALL), (last_BQ, -1))
+        )
+        # The rows that any query of a block sees lie from the least first to the greatest last, and those that all see are between the other two.
+        low, inner_low, inner_high, high = (
+            x[..., None] for x in (first_BNX.amin(2), first_BNX.amax(2), last_BNX.amin(2), last_BNX.amax(2))
+        )
+        touched.append((begin_M + BLOCK > low) & (begin_M <= high))
+        whole.append((begin_M >= inner_low) & (begin_M + BLOCK <= inner_high + 1))
+    touched_BNM, whole_BNM = (torch.stack(found).any(0) for found in (touched, whole))
+    return BlockMask.from_kv_blocks(
+        *_listed(touched_BNM & ~whole_BNM),
+        *_listed(whole_BNM),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_rule(*seen),
+        seq_lengths=(Q, rows),
     )
-    high_BN, inner_low_BN = (
-        torch.nn.functional.pad(x, fill, value=absent).unflatten(1, (blocks_N, BLOCK)).amax(2)
-        for x, absent in ((last_BQ.masked_fill(empty_BQ, -1), -1), (first_BQ.masked_fill(empty_BQ, rows), rows))
-    )
-    begin_M = torch.arange(blocks_M, device=first_BQ.device) * BLOCK
-    end_M = begin_M + BLOCK - 1
-    touched_BNM = (end_M >= low_BN[..., None]) & (begin_M <= high_BN[..., None])
-    whole_BNM = (begin_M >= inner_low_BN[..., None]) & (end_M <= inner_high_BN[..., None])
+
+
+def _rule(stretch: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor] | None = None) -> Callable[..., Tensor]:
+    """One or two stretches, as the kernel asks for them: written out, since a kernel's rule may hold tensors but no list of rules, nor a number that
+    depends on a symbolic size; and what it reads may not be padded (torch 2.11's compiler stops at either). It asks for no query behind the last."""
+    first_BQ, last_BQ = stretch
 
     def sees(b: Tensor, h: Tensor, query: Tensor, row: Tensor) -> Tensor:
-        query = query.clamp(max=Q - 1)
         return (row >= first_BQ[b, query]) & (row <= last_BQ[b, query])
 
-    return BlockMask.from_kv_blocks(
-        *_listed(touched_BNM & ~whole_BNM), *_listed(whole_BNM), BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(Q, rows)
-    )
+    if other is None:
+        return sees
+    other_first_BQ, other_last_BQ = other
+
+    def sees_either(b: Tensor, h: Tensor, query: Tensor, row: Tensor) -> Tensor:
+        one = (row >= first_BQ[b, query]) & (row <= last_BQ[b, query])
+        return one | ((row >= other_first_BQ[b, query]) & (row <= other_last_BQ[b, query]))
+
+    return sees_either
 
 
 def _listed(chosen_BNM: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +97,17 @@ def run_kernel(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale
     query, key = query.to(value.dtype), key.to(value.dtype)
     attend = _kernel() if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
     grouped = query.shape[1] != key.shape[1]
-    mixed, aux = attend(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+    options = SMALL_HEADS if query.is_cuda and query.shape[-1] <= 64 else None
+    mixed, aux = attend(
+        query,
+        key,
+        value,
+        block_mask=mask,
+        scale=scale,
+        enable_gqa=grouped,
+        return_aux=AuxRequest(lse=True),
+        kernel_options=options,
+    )
     return mixed, aux.lse
 
 

@@ -32,7 +32,8 @@ def make_score(net: DrafterNet, objective: Objective, teacher: Teacher, depth: i
     """The drafter's forward pass and the objective as one function, compiled if asked.
 
     Batch and row length never change in a run; how many elements are scored does, so those sizes stay symbolic and nothing is
-    compiled twice. (Widths of a thinned layout do not change either; made symbolic, they cost the compiler minutes.)
+    compiled twice. (Widths of a thinned layout do not change either; made symbolic, they cost the compiler minutes. Nor do places for a drawn number of
+    anchors, and attention to a symbolic number of blocks is slower.)
     """
 
     def score(sequences: Sequences, features: Features, layout: Layout) -> Scored:
@@ -46,7 +47,7 @@ def make_score(net: DrafterNet, objective: Objective, teacher: Teacher, depth: i
     def with_symbols(sequences: Sequences, features: Features, layout: Layout) -> Scored:
         for name in ("anchor_N", "depth_N", "label_N", "teacher_N", "draft_N", "cell_N", "pool_M"):
             torch._dynamo.maybe_mark_dynamic(getattr(layout, name), 0)
-        if not isinstance(layout, ThinnedLayout):
+        if not (isinstance(layout, ThinnedLayout) or net.fixed_queries):
             torch._dynamo.maybe_mark_dynamic(layout.query_BQ, 1)
         if isinstance(layout, ReplayLayout):
             torch._dynamo.maybe_mark_dynamic(layout.stream_N, 0)

@@ -4,7 +4,8 @@ ENTRIES is a JSON-lines file; a line names one way of going on from a trained dr
     {"name": "rounds", "recipe": "recipes/smollm2-135m/dflash-opd.yaml", "set": {"optimizer.schedule": "constant"}, "seeds": [0, 1, 2]}
 
 Every entry and seed becomes a run --runs/NAME-seedN whose data is --data (a folder that data_prep made), on the cards in turn. All start at once, and all are told to
-stop (TERM) after --seconds: compare only what shared the cards alike. --set changes every one. Then their last drafters lie in --out/NAME-N, where
+stop (TERM) after --seconds: compare only what shared the cards alike. --set changes every one. With --anneal each rate falls to zero (a cosine, behind the
+warm-up) within the time that is left when its run takes its first step, however many steps that is: behind an annealed start a constant rate costs tau. Then their last drafters lie in --out/NAME-N, where
 
     compare_drafters.py measure ENTRIES --out OUT ...    answers held-out prompts with each, and
     compare_drafters.py table ENTRIES --out OUT --base CONTROL    prints ratios with intervals;
@@ -15,6 +16,7 @@ A drafter that was not trained further stands in the table if its folder is copi
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,6 +26,14 @@ import time
 from pathlib import Path
 
 import torch
+
+import drafttrain.cli
+from drafttrain.tasks.optimizer import OptimizerConfig
+
+ANNEALED = "annealed"
+"""First argument of a training whose rate falls by the clock."""
+LAST = 5.0
+"""Seconds before the end at which it is zero."""
 
 
 def main() -> None:
@@ -35,15 +45,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("--config", action="append", default=[], help="recipes over every entry's own")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over every entry's own")
+    parser.add_argument("--anneal", action="store_true")
     args = parser.parse_args()
     entries = [json.loads(line) for line in args.entries.read_text().splitlines() if line.strip()]
     runs = [(entry, seed) for entry in entries if "recipe" in entry for seed in entry.get("seeds", [0])]
-    cards = visible_cards()
+    cards, end = visible_cards(), time.monotonic() + args.seconds
+    args.until = time.time() + args.seconds - LAST if args.anneal else None
     started = [
         (entry, seed, start(args, entry, seed, cards[place % len(cards)] if cards else None))
         for place, (entry, seed) in enumerate(runs)
     ]
-    end = time.monotonic() + args.seconds
     while time.monotonic() < end and any(process.poll() is None for *_, process in started):
         time.sleep(0.5)
     for *_, process in started:
@@ -76,7 +87,8 @@ def start(args, entry: dict, seed: int, card: str | None) -> subprocess.Popen:
     if not (run / "data").exists():
         (run / "data").symlink_to(args.data.resolve())
     keys = entry.get("set", {}) | dict(pair.split("=", 1) for pair in args.set) | {"name": name, "data.seed": seed}
-    command = [sys.executable, "-m", "drafttrain", "train", "--runs", str(args.runs)]
+    program = [__file__, ANNEALED, str(args.until)] if args.until else ["-m", "drafttrain"]
+    command = [sys.executable, *program, "train", "--runs", str(args.runs)]
     for recipe in (entry["recipe"], *args.config):
         command += ["--config", recipe]
     for key, value in keys.items():
@@ -86,5 +98,23 @@ def start(args, entry: dict, seed: int, card: str | None) -> subprocess.Popen:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
+def anneal(until: float) -> None:
+    """Lets every learning rate fall to zero by this time (seconds since 1970) in this process."""
+    begun: list[float] = []
+
+    def lr_fraction(self: OptimizerConfig, step: int, max_steps: int) -> float:
+        now = time.time()
+        if step and not begun:  # the schedule is asked for step 0 before anything is loaded
+            begun.append(now)
+        gone = min((now - begun[0]) / max(until - begun[0], 1.0), 1.0) if begun else 0.0
+        return min((step + 1) / (self.warmup_steps + 1), 1.0) * (1 + math.cos(math.pi * gone)) / 2
+
+    OptimizerConfig.lr_fraction = lr_fraction  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
+    if sys.argv[1:2] == [ANNEALED]:
+        anneal(float(sys.argv[2]))
+        sys.argv = ["drafttrain", *sys.argv[3:]]
+        sys.exit(drafttrain.cli.main())
     main()

@@ -17,8 +17,9 @@ with empty caches of torch.compile and Triton, `warm` runs again with what cold 
     online             ours with the whole target, which reads each row inside the step
 
 tokens/s are rows x length, all of it text, over the seconds of --steps steps behind --warmup, measured together. Peak: max_memory_allocated of those
-steps; inputs lie on the device, the same in both. Start: from the start of the process to the last step that was not yet as fast as the others. MFU:
-operations counted by flops.py over the seconds, over the measured rate of an 8192 x 8192 x 8192 product in bf16; theirs is given by our count.
+steps; inputs lie on the device, the same in both. Start: from the start of the process to the last step that was not yet as fast as the others. Host: how
+long the host takes to queue one step of ours on an idle device. MFU: operations counted by flops.py over the seconds, over the measured rate of an
+8192 x 8192 x 8192 product in bf16; theirs is given by our count.
 """
 
 import argparse
@@ -126,7 +127,7 @@ class Field:
         if found["case"]["contender"] != "rate":
             print(
                 f"{name}, {cache}: {found['tokens_per_second']:,.0f} tokens/s, {1e3 * found['seconds']:.1f} ms a step, {found['peak'] / GIB:.2f} GiB, "
-                f"first step at {found['first_step_at']:.1f} s, steady at {found['steady_at'] or float('nan'):.1f} s; {found['trained']:,} weights trained; {found['how']}",
+                f"first step at {found['first_step_at']:.1f} s, steady at {found['steady_at'] or float('nan'):.1f} s; {found['parts'].get('host', 0.0):.1f} ms of the host; {found['trained']:,} weights trained; {found['how']}",
                 flush=True,
             )
         if args.out:

@@ -132,9 +132,6 @@ class Gate:
         self._lock = open(self.folder / "lock", "a")  # noqa: SIM115 - held until leave()
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
-    def leave(self) -> None:
-        self._lock.close()
-
 
 class Timer:
     """Wall time of steps that warm up, one by one, and of those that are measured, together."""
@@ -164,8 +161,7 @@ class Timer:
             case.wait()
             self.seconds, self._to = (time.perf_counter() - self._since) / case.steps, time.time()
             self.peak = torch.cuda.max_memory_allocated() if case.cuda else 0
-            if self.gate and not case.profile:  # else the process's end opens it
-                self.gate.leave()
+            # The gate opens when the process ends: what is looked at behind the measured steps has the machine alone too.
 
     @property
     def measuring(self) -> bool:
@@ -284,9 +280,13 @@ def ours(case: Case) -> dict[str, Any]:
     class Stopwatch(pl.Callback):
         """Marks what a step is made of, and ends the training."""
 
+        profile = host = None
+
         def on_train_batch_start(self, trainer, task, batch, batch_idx):
-            self.profile = None
-            if case.profile and timer.finished:
+            if timer.finished and self.host is None:
+                case.wait()
+                self.began = time.perf_counter()
+            elif timer.finished and case.profile:
                 self.profile = torch.profiler.profile()
                 self.profile.__enter__()
             self.marks = [clock.mark()]
@@ -301,12 +301,14 @@ def ours(case: Case) -> dict[str, Any]:
             self.marks.append(clock.mark())
             if timer.measuring:
                 marks.append(self.marks)
+            elif timer.finished and self.host is None:
+                self.host = time.perf_counter() - self.began
             timer.step()
             if self.profile is not None:
                 case.wait()
                 self.profile.__exit__(None, None, None)
                 write_profile(self.profile, case)
-            if timer.finished and (not case.profile or self.profile is not None):
+            if self.host is not None and (not case.profile or self.profile is not None):
                 trainer.should_stop = True
 
     class Read:
@@ -332,7 +334,7 @@ def ours(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder, StopSignal() as stop:
         run_folder = Path(folder)
         section = trainer_section(case, recipe)
-        trainer = trainer_arguments(section, run_folder) | {"callbacks": [Stopwatch()]}
+        trainer = trainer_arguments(section, run_folder) | {"callbacks": [stopwatch := Stopwatch()]}
         sections = Sections(
             recipe.target, recipe.drafter, objective, recipe.data, recipe.optimizer, recipe.checkpoint, trainer, recipe.speed
         )
@@ -360,6 +362,7 @@ def ours(case: Case) -> dict[str, Any]:
     case.wait()
     names = ("forward", "backward", "clip and step")
     parts = {name: sum(clock.between(m[i], m[i + 1]) for m in marks) / len(marks) for i, name in enumerate(names)}
+    parts["host"] = 1e3 * (stopwatch.host or 0.0)
     if online:
         parts["of forward, the target"] = sum(clock.between(*m) for m in task._features.marks) / len(task._features.marks)  # type: ignore[attr-defined]
     per_step = sum(product.operations for row in work for product in row) / len(work)
@@ -549,6 +552,16 @@ def write_profile(profile: Any, case: Case) -> None:
             print(profile.key_averages().table(sort_by=order, row_limit=40, max_name_column_width=90), file=file)
 
 
+def compiler_caches() -> dict[str, int]:
+    """What torch.compile found kept, what it had to do, and what it could not keep."""
+    return {
+        f"{kind}: {name}": number
+        for kind in ("aot_autograd", "inductor")
+        for name, number in torch._dynamo.utils.counters[kind].items()
+        if "cache" in name
+    }
+
+
 def rate(case: Case) -> dict[str, Any]:
     """The card's matrix rate, and what it is."""
     if not case.cuda:
@@ -566,8 +579,8 @@ def main() -> None:
     if not case.cuda:
         torch.set_num_threads(1)
     found = CONTENDERS[case.contender](replace(case, ours=tuple(case.ours), theirs=tuple(case.theirs)))
-    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
-    Path(sys.argv[2]).write_text(json.dumps(found | versions | {"case": asdict(case)}, indent=1))
+    facts = {"torch": torch.__version__, "python": sys.version.split()[0], "case": asdict(case), "compiler": compiler_caches()}
+    Path(sys.argv[2]).write_text(json.dumps(found | facts, indent=1))
 
 
 if __name__ == "__main__":

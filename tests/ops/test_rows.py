@@ -42,7 +42,7 @@ def loop(sequences, query, window, step):
 
 
 def spelt_out(mask: BlockMask, queries: int, keys: int = T) -> torch.Tensor:
-    """[B, Q, keys], as a kernel reads it: what whole blocks hold, and what the rule says within the other blocks that are listed."""
+    """[B, Q, T], or as many keys, as a kernel reads it: what whole blocks hold, and what the rule says within the other blocks that are listed."""
     seen = torch.zeros(B, queries, keys, dtype=torch.bool)
     b, q, t = (torch.arange(n).view(shape) for n, shape in ((B, (B, 1, 1)), (queries, (1, queries, 1)), (keys, (1, 1, keys))))
     rule = mask.mask_mod(b, torch.tensor(0), q, t)
@@ -73,6 +73,19 @@ def test_whole_blocks_are_listed_as_such_and_far_ones_not_at_all():
     causal, near = (RowRule(text, every, window).block_mask() for window in (None, 200))
     assert causal.full_kv_num_blocks[0, 0].tolist() == list(range(8)) and causal.kv_num_blocks[0, 0].tolist() == [1] * 8
     assert near.full_kv_num_blocks[0, 0].tolist() == [0] * 8 and near.kv_num_blocks[0, 0].tolist() == [1, 2, *[3] * 6]
+
+
+def test_stretches_that_end_where_blocks_do():
+    """Two for each query, their ends at and beside the ends of blocks; blocks of queries that agree, so that some rows are whole, and some empty."""
+    g, ends = torch.Generator().manual_seed(3), torch.tensor([0, 1, 126, 127, 128, 129, 254, 255, 256, 257, 299])
+    for _ in range(40):
+        firsts, lasts = (
+            ends[torch.randint(len(ends), (2, B, 2), generator=g)].repeat_interleave(rows.BLOCK, 2) for _ in range(2)
+        )
+        stretches = [(firsts[i, :, :160], lasts[i, :, :160]) for i in range(2)]
+        row_T = torch.arange(T)
+        wanted = sum((row_T >= first[..., None]) & (row_T <= last[..., None]) for first, last in stretches).bool()
+        assert torch.equal(spelt_out(rows.stretch_mask(stretches, T), 160), wanted)
 
 
 def made(queries, own=2, seed=1):

@@ -24,7 +24,7 @@ def objective_for(config):
     """As its recipe has it: block drafters by weights, in chunks: these batches score 25 to 40 elements, so two, and with prefixes 16 to 25, in one."""
     extra = {DFlash2: [HardCrossEntropy(), Selection()], DSpark: [HardCrossEntropy(), Confidence()]}.get(type(config))
     if extra or hasattr(config, "block"):
-        chunk = 24 if config.prefix_base is None else 400
+        chunk = 22 if config.prefix_base is None else 400
         return Distillation(extra or [HardCrossEntropy()], Exponential(4.0), "weights", chunk=chunk)
     return Distillation([SoftCrossEntropy()])
 
