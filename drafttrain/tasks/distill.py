@@ -94,7 +94,7 @@ class DistillTask(pl.LightningModule):
         self.window: Window | None = None
         self._first_bad: Tensor | None = None
         require_taught(target, net, objective)
-        self._score = make_score(net, objective, TargetTeacher(target, net), self.depth, speed.compile)
+        self._score = make_score(net, objective, TargetTeacher(target, net), self.depth, speed.compile, speed.cpp_wrapper)
         cuda = target.device.type == "cuda"
         net.fused, net.fused_rows = speed.fused_blocks and cuda, speed.fused_rows and cuda
         net.recomputes = speed.checkpoint_activations

@@ -28,7 +28,9 @@ Score = Callable[[Sequences, Features, Layout], Scored]
 """A micro-batch's terms and metric sums."""
 
 
-def make_score(net: DrafterNet, objective: Objective, teacher: Teacher, depth: int, compile: bool) -> Score:
+def make_score(
+    net: DrafterNet, objective: Objective, teacher: Teacher, depth: int, compile: bool, cpp_wrapper: bool = False
+) -> Score:
     """The drafter's forward pass and the objective as one function, compiled if asked.
 
     Batch and row length never change in a run; how many elements are scored does, so those sizes stay symbolic and nothing is
@@ -42,7 +44,7 @@ def make_score(net: DrafterNet, objective: Objective, teacher: Teacher, depth: i
 
     if not compile:
         return score
-    compiled = torch.compile(score)
+    compiled = torch.compile(score, options={"cpp_wrapper": True} if cpp_wrapper else None)
 
     def with_symbols(sequences: Sequences, features: Features, layout: Layout) -> Scored:
         for name in ("anchor_N", "depth_N", "label_N", "teacher_N", "draft_N", "cell_N", "pool_M"):

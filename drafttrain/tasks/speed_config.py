@@ -10,6 +10,9 @@ class SpeedConfig:
     compile: bool = False
     """Compile the drafter's forward pass and the objective into fused kernels (torch.compile). Takes a minute when training starts.
     Not used on policy, where every step has other sizes."""
+    cpp_wrapper: bool = False
+    """With `compile`: let compiled C++ instead of Python launch those kernels (torch's option of the same name), for small drafters, whose steps wait for
+    launches. Needs a C++ compiler (the variable CXX, or g++), and another minute at the first start."""
     graph_target: bool = False
     """On a GPU, replay the target's forward pass as one CUDA graph; without a GPU it changes nothing."""
     overlap_target: bool = False

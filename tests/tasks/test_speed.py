@@ -64,12 +64,13 @@ OBJECTIVES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(tiny_llama, name):
+@pytest.mark.parametrize(("name", "cpp_wrapper"), [*((name, False) for name in OBJECTIVES), ("all in chunks", True)])
+def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(tiny_llama, name, cpp_wrapper):
     """In chunks, once for each number of chunks: these batches score 94 to 141 elements, so two."""
     net = make_net(tiny_llama)
     objective, teacher = OBJECTIVES[name], TargetTeacher(tiny_llama, net)
-    plain, compiled = (make_score(net, objective, teacher, 3, compile=flag) for flag in (False, True))
+    plain, compiled = (make_score(net, objective, teacher, 3, compile=flag, cpp_wrapper=cpp_wrapper) for flag in (False, True))
+    torch._dynamo.reset()
     counters.clear()
     for seed in range(4):
         wanted, found = (loss_and_gradients(net, score, tiny_llama, seed) for score in (plain, compiled))

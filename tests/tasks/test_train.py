@@ -241,6 +241,16 @@ def test_another_recipe_is_not_resumed(run, llama, change, sentence):
         start(run, llama, **change)
 
 
+def test_a_step_that_is_to_be_cpp_is_refused_where_nothing_compiles_it(run, tmp_path, monkeypatch):
+    """Before the target is loaded; a compiled step alone, or the option alone, needs none."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match=r"no-such-compiler is not on this machine.*speed.cpp_wrapper to false"):
+        start(run, tmp_path / "nothing", speed={"compile": True, "cpp_wrapper": True})
+    for speed in ({"compile": True}, {"cpp_wrapper": True}):
+        with pytest.raises(UserError, match="nothing"):  # the target is not there
+            start(run, tmp_path / "nothing", speed=speed)
+
+
 def test_other_chats_are_not_resumed(run, llama, tiny_llama):
     start(run, llama, trainer={"max_steps": 1})
     (run / "data" / "train").rename(run / "data" / "old")
