@@ -160,7 +160,9 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
             overrides.append((key, getattr(known, flag)))
     recipe = _recipe(known.config, overrides)
     kind = TrimOptions if command == "trim" else Options
-    extra = {name: getattr(known, name) for name in ("prompt", "prompts", "draft", "counts", "out") if hasattr(known, name)}
+    extra = {
+        name: getattr(known, name) for name in ("prompt", "prompts", "draft", "counts", "out", "finished") if hasattr(known, name)
+    }
     return recipe, kind(Run(known.runs / recipe.name), **extra)
 
 
@@ -247,6 +249,8 @@ def _options_parser(command: str, program: str) -> _Parser:
         parser.add_argument("--push", metavar="OWNER/NAME", help="send it to this Hub repository (same as --export.push)")
         told = "best (default), last, or the path of a drafter or of a training state (same as --export.checkpoint)"
         parser.add_argument("--checkpoint", metavar="WHICH", help=told)
+        told = "export nothing while training has steps to do, as launch/pipeline.sh asks"
+        parser.add_argument("--finished", action="store_true", help=told)
         told = "with --push: list what would go, and send nothing (same as --export.dry_run true)"
         parser.add_argument("--dry-run", action="store_const", const="true", help=told)
     return parser

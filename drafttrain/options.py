@@ -20,3 +20,5 @@ class Options:
     """adapt: file of prompts, or - for stdin."""
     out: Path | None = None
     """adapt: file that answers are added to; None is stdout. (trim: see TrimOptions.)"""
+    finished: bool = False
+    """export: whether to refuse while training has steps to do."""

@@ -4,6 +4,7 @@
 #   NPROC=8      processes that train on this machine; 1 if not set. For more machines see torchrun.sh: NODES, HEAD, RESTARTS
 #   PYTHON=exe   the Python of the environment; python if not set
 # It ends at the first stage that fails, with its exit code. TERM is passed on, and no further stage begins after TERM or Ctrl-C.
+# Where training alone was told to stop, it saved and exited 0: export then refuses, and this run again goes on with training.
 set -uo pipefail
 [ $# -ge 1 ] || { echo "usage: $0 RECIPE [--config HARDWARE] [--section.key value] ..." >&2; exit 2; }
 recipe=$1; shift
@@ -27,5 +28,5 @@ stage() { # name, command ...: in the background, so that a signal is heard at o
 
 stage data_prep "$python" -m data_prep --config "$recipe" "$@"
 stage train "${train[@]}" --config "$recipe" "$@"
-stage export "$python" -m drafttrain export --config "$recipe" "$@"
+stage export "$python" -m drafttrain export --finished --config "$recipe" "$@"
 stage validate "$python" -m drafttrain validate --config "$recipe" "$@"

@@ -341,7 +341,8 @@ def test_pipeline_runs_the_stages_in_order(tmp_path):
     code, calls = pipeline(tmp_path, "nothing fails", "1")
     rest = "--config r.yaml --config hw.yaml"
     assert code == 0
-    assert calls == [f"-m data_prep {rest}", *(f"-m drafttrain {stage} {rest}" for stage in ("train", "export", "validate"))]
+    stages = "train", "export --finished", "validate"
+    assert calls == [f"-m data_prep {rest}", *(f"-m drafttrain {stage} {rest}" for stage in stages)]
 
 
 def test_pipeline_stops_at_the_first_failure_with_its_code(tmp_path):

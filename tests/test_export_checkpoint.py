@@ -3,7 +3,10 @@ damaged or comes from elsewhere is refused by name. DeepSpeed's own states: test
 
 import json
 import os
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +94,39 @@ def test_best_last_and_every_way_to_name_a_state(made):
         facts = json.loads((made[1] / "tiny" / "export" / "drafttrain.json").read_text())["facts"]
         assert facts["checkpoint"] == Path(asked).name and "held-out tau while training" not in facts
         assert facts["steps"] == 4
+
+
+def test_a_training_that_was_stopped_is_not_exported_where_a_finished_one_is_asked_for(made, capsys):
+    assert export(made, "--finished", "--trainer.max_steps", "'4'") == 0
+    assert export(made, "--finished") == 0 and same(exported(made), live(made, "best"))
+    shutil.rmtree(made[1] / "tiny" / "export")
+    assert "stopped at step 4 of 6" in refused(made, capsys, "--finished", "--trainer.max_steps", "6")
+    shutil.rmtree(made[1] / "tiny" / "checkpoints" / "last")
+    assert "stopped at step 0 of 4" in refused(made, capsys, "--finished")
+    assert not (made[1] / "tiny" / "export").exists()
+    assert export(made) == 0
+
+
+def test_the_pipeline_ends_behind_a_training_that_was_told_to_stop_and_goes_on_when_run_again(made, tmp_path):
+    """Training exits 0 either way. Of the stages the export alone is real."""
+    python, script = tmp_path / "python", Path(__file__).parents[1] / "launch" / "pipeline.sh"
+    python.write_text(
+        f'#!/bin/sh\necho "$2 $3" >> {tmp_path}/calls\ncase "$3" in export) exec {shlex.quote(sys.executable)} "$@";; esac\n'
+    )
+    python.chmod(0o755)
+
+    def pipeline(steps: int) -> tuple[int, str, list[str]]:
+        (tmp_path / "calls").unlink(missing_ok=True)
+        flags = ["--runs", str(made[1]), "--trainer.max_steps", str(steps)]
+        environment = {name: value for name, value in os.environ.items() if name != "NPROC"} | {"PYTHON": str(python)}
+        done = subprocess.run([script, made[0], *flags], env=environment, capture_output=True, text=True)
+        return done.returncode, done.stderr, [line.split()[1] for line in (tmp_path / "calls").read_text().splitlines()]
+
+    code, said, stages = pipeline(6)
+    assert code == 2 and stages == ["--config", "train", "export"]
+    assert said.count("error: ") == 1 and "stopped at step 4 of 6" in said and "Traceback" not in said
+    code, said, stages = pipeline(4)  # training has done what was left
+    assert code == 0 and stages == ["--config", "train", "export", "validate"], said
 
 
 def test_the_words_of_its_head_are_chosen_as_training_did_where_no_drafter_was_saved_beside_it(made):

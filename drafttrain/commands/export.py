@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from drafttrain.commands.drafts import data_facts, load, refresh_card, training_facts
-from drafttrain.commands.export_source import class_of, find_source, load_source, trained_here
+from drafttrain.commands.export_source import class_of, find_source, load_source, require_finished, trained_here
 from drafttrain.errors import printable
 from drafttrain.export.card import served_by
 from drafttrain.export.card_licence import licence_warning
@@ -19,6 +19,8 @@ from drafttrain.recipe import Recipe
 def run(recipe: Recipe, options: Options) -> None:
     """Export the drafter that `export.checkpoint` names. Raises UserError."""
     folder, asked = options.run, recipe.export.checkpoint
+    if options.finished:
+        require_finished(recipe, folder)
     source = find_source(recipe, folder)
     require_form(class_of(source, recipe), recipe.export.format)
     target = load(recipe.target)

@@ -19,7 +19,7 @@ from drafttrain.files import typed_path
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run
 from drafttrain.target.target import Target
-from drafttrain.tasks.checkpoints import differences
+from drafttrain.tasks.checkpoints import differences, find_last
 from drafttrain.tasks.sections import facts_of
 from drafttrain.tasks.state_weights import TrainingState
 from drafttrain.vocab import DraftVocabulary
@@ -37,6 +37,17 @@ def find_source(recipe: Recipe, run: Run) -> Path | TrainingState:
     if os.path.exists(typed_path(asked) / SAVED):
         return typed_path(asked)
     return TrainingState.at(asked, run.checkpoints, recipe.export.pickle)
+
+
+def require_finished(recipe: Recipe, run: Run) -> None:
+    """UserError while the run's training has steps to do: it exits 0 where it was told to stop, as schedulers want it."""
+    saved, steps = find_last(run.checkpoints), str(recipe.trainer.get("max_steps"))  # Lightning takes "500" too
+    done = 0 if saved is None else saved.position.step
+    if not steps.isdecimal() or done < int(steps):
+        raise UserError(
+            f"training in {run.folder}/ stopped at step {done} of {steps}, so there is no finished drafter to export; start it again (train, or "
+            "launch/pipeline.sh), and it goes on from there. Without --finished the best drafter so far is exported."
+        )
 
 
 def trained_here(source: Path | TrainingState, run: Run) -> bool:
