@@ -27,6 +27,7 @@ from drafttrain.target.load import load_target
 from drafttrain.tasks.adapt import Adapter, Answer
 from drafttrain.tasks.adapt_files import AdaptFiles
 from drafttrain.tasks.adapt_learner import AdaptSections
+from drafttrain.tasks.speed_config import require_compiler
 from drafttrain.tasks.stop import StopSignal
 from drafttrain.topology import read_topology
 
@@ -48,8 +49,10 @@ def run(recipe: Recipe, options: Options) -> None:
         length=recipe.data.length,
         seed=recipe.data.seed,
         compile=recipe.speed.compile,
+        cpp_wrapper=recipe.speed.cpp_wrapper,
         clip=recipe.trainer.get("gradient_clip_val"),
     )
+    require_compiler(recipe.speed)
     folder = options.run
     with _opened(options.prompts) as handle, _written(options.out) as out, RunLock(folder.folder), StopSignal() as stop:
         folder.record("adapt", recipe.plain())

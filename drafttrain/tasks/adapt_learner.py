@@ -46,6 +46,7 @@ class AdaptSections:
     """Tokens of a packed row; what an answer has beyond is not learnt from (data.length)."""
     seed: int
     compile: bool = False
+    cpp_wrapper: bool = False
     clip: float | None = None
     """Largest norm of a step's gradient (trainer.gradient_clip_val)."""
 
@@ -94,7 +95,7 @@ class Learner:
     def __init__(self, target: Target, net: DrafterNet, sections: AdaptSections):
         self.net, self.sections, self.device = net, sections, target.device
         self.depth: int = net.needs.depth
-        self._score = make_score(net, sections.objective, TargetTeacher(target, net), self.depth, sections.compile)
+        self._score = make_score(net, sections.objective, TargetTeacher(target, net), self.depth, sections.compile, sections.cpp_wrapper)
         self.optimizer = make_optimizer(sections.optimizer, net, self.device.type == "cuda", token_sides(net))
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.steps = 0

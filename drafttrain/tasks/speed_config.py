@@ -1,6 +1,10 @@
 """What the recipe says about making a training step faster without changing what it computes. No heavy imports."""
 
+import os
+import shutil
 from dataclasses import dataclass
+
+from drafttrain.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -30,3 +34,13 @@ class SpeedConfig:
     checkpoint_activations: bool = False
     """Keep of each layer of the drafter, or each unrolled step, what it reads alone, and compute its inside again in the backward pass: less memory, one
     more forward pass of the drafter. Heads (Medusa, Hydra) have nothing of the kind."""
+
+
+def require_compiler(speed: SpeedConfig) -> None:
+    """UserError if a step is to be compiled as C++ on a machine that cannot."""
+    compiler = os.environ.get("CXX") or "g++"
+    if speed.compile and speed.cpp_wrapper and shutil.which(compiler) is None:
+        raise UserError(
+            f"speed.cpp_wrapper: the step is to be compiled as C++, but {compiler} is not on this machine; install one, name yours in the variable CXX, "
+            "or set speed.cpp_wrapper to false."
+        )

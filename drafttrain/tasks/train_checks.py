@@ -1,7 +1,5 @@
 """What a training is refused for before its target is loaded, which takes minutes."""
 
-import os
-import shutil
 from typing import Any
 
 from drafttrain.drafters.start_files import require_place
@@ -12,7 +10,7 @@ from drafttrain.tasks.on_policy_start import require_refreshes, require_streams,
 from drafttrain.tasks.optimizer import require_whole_matrices
 from drafttrain.tasks.sections import Sections
 from drafttrain.tasks.shared_target import Processes, require_no_answers, require_sharers
-from drafttrain.tasks.speed_config import SpeedConfig
+from drafttrain.tasks.speed_config import require_compiler
 from drafttrain.tasks.strategy import uses_deepspeed
 
 OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -28,16 +26,7 @@ def require_sections(sections: Sections, topology: Processes) -> None:
     require_sharers(speed, topology)
     sections.lora.require_start(checkpoint.start)
     require_library(target.weights)
-    _require_compiler(speed)
-
-
-def _require_compiler(speed: SpeedConfig) -> None:
-    compiler = os.environ.get("CXX") or "g++"
-    if speed.compile and speed.cpp_wrapper and shutil.which(compiler) is None:
-        raise UserError(
-            f"speed.cpp_wrapper: the step is to be compiled as C++, but {compiler} is not on this machine; install one, name yours in the variable CXX, "
-            "or set speed.cpp_wrapper to false."
-        )
+    require_compiler(speed)
 
 
 def require_start(sections: Sections, saved: Saved | None) -> None:
