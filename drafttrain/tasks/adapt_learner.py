@@ -95,7 +95,9 @@ class Learner:
     def __init__(self, target: Target, net: DrafterNet, sections: AdaptSections):
         self.net, self.sections, self.device = net, sections, target.device
         self.depth: int = net.needs.depth
-        self._score = make_score(net, sections.objective, TargetTeacher(target, net), self.depth, sections.compile, sections.cpp_wrapper)
+        self._score = make_score(
+            net, sections.objective, TargetTeacher(target, net), self.depth, sections.compile, sections.cpp_wrapper
+        )
         self.optimizer = make_optimizer(sections.optimizer, net, self.device.type == "cuda", token_sides(net))
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.steps = 0
