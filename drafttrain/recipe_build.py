@@ -19,6 +19,9 @@ from jsonargparse import ArgumentError, ArgumentParser
 from drafttrain.errors import UserError
 from drafttrain.recipe_files import CLASS_KEYS, Written
 
+LARGEST = 2**63 - 1
+"""The largest whole number that Python's containers and torch count with; both stop at a larger one with an error of their own."""
+
 
 def join(place: str, key: str) -> str:
     """A place inside another."""
@@ -204,6 +207,7 @@ class Builder:
         if typed is not None and given is not None and not isinstance(given, str) and takes_text(hint):
             given = typed  # a text field takes `123` as it stands
         if (typing.get_origin(hint) or hint) is dict and isinstance(given, dict):
+            self._require_countable(given, place)
             return given  # free content: jsonargparse would look for classes in it
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--value", type=hint)
@@ -212,13 +216,28 @@ class Builder:
                 raise TypeError("true and false are no numbers")
             if given is None and hint not in (Any, None, type(None)) and type(None) not in typing.get_args(hint):
                 raise TypeError("jsonargparse lets null pass for anything")
-            return parser.parse_object({"value": given}).value
-        except (ArgumentError, TypeError, ValueError):
+            found = parser.parse_object({"value": given}).value
+        except (ArgumentError, TypeError, ValueError, OverflowError):
             self.errors.append(
                 f"'{place}'{self.written.origin(place)} should be {describe(hint)}, got "
                 + ("null." if given is None else f"{given!r} ({type(given).__name__}).")
             )
             return None
+        self._require_countable(found, place)
+        return found
+
+    def _require_countable(self, value: Any, place: str) -> None:
+        """Report whole numbers beyond `LARGEST`, below any keys and in any list."""
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                self._require_countable(inner, join(place, str(key)))
+        elif isinstance(value, list | tuple):
+            for i, inner in enumerate(value):
+                self._require_countable(inner, f"{place}[{i}]")
+        elif isinstance(value, int) and abs(value) > LARGEST:
+            self.errors.append(
+                f"'{place}'{self.written.origin(place)} is {value}, but whole numbers lie between -2^63 and 2^63 (about 9.2e18) here; give one that does."
+            )
 
 
 def accepts_bool(hint: Any) -> bool:

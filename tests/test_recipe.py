@@ -1,5 +1,6 @@
 """Recipes: what is merged, what is refused, and that a refusal is one sentence naming what was typed."""
 
+import re
 from dataclasses import dataclass
 
 import pytest
@@ -267,6 +268,30 @@ def test_a_class_of_the_wrong_kind_is_refused(base):
 def test_wrong_type_says_got_and_wanted(place, value, wanted, base):
     sentence = refused([base], (place, value))
     assert f"'{place}' (--{place})" in sentence and wanted in sentence and "\n" not in sentence
+
+
+LONG = 123456789012345678901234
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        ("adapt.buffer", LONG, "adapt.buffer"),
+        ("data.seed", -LONG, "data.seed"),
+        ("drafter.init_args.taps", [0, LONG], "drafter.init_args.taps[1]"),
+        ("trainer.max_steps", LONG, "trainer.max_steps"),
+    ],
+)
+def test_a_number_that_nothing_counts_to_is_refused_by_its_place(place, value, named, base):
+    """`adapt.buffer` once ended in OverflowError, in a deque."""
+    with pytest.raises(UserError, match=re.escape(f"'{named}' (--{place}) is {'-' if value == -LONG else ''}{LONG}, but whole")):
+        load_recipe([base], [(place, str(value))])
+    assert load_recipe([base], [("adapt.buffer", str(2**63 - 1))])[0].adapt.buffer == 2**63 - 1
+
+
+def test_a_whole_number_too_long_for_a_float_is_refused(base):
+    with pytest.raises(UserError, match=r"'optimizer\.lr' .* should be float, got 10000"):
+        load_recipe([base], [("optimizer.lr", "1" + 400 * "0")])
 
 
 def test_missing_keys_are_all_named(write):
