@@ -1,7 +1,7 @@
 """Training in 1, 2, ... processes: is it as many times as fast, and does it learn the same? python tests/benchmarks/scaling.py [flags]
 
     --config RECIPE --config recipes/hardware/zero2.yaml [--section.key value] --processes 1,2,4 --steps 60 --warmup 20
-    --curves ddp-h100,zero1,zero2,zero3 --curve-steps 100 --global-rows 8
+    --curves ddp-h100,zero1,zero2,zero3 --curve-steps 100 --global-rows 8 --at-once 4
     --data FOLDER             # a run's data folder, as data_prep leaves it; random chats of the recipe's target unless given
     --seconds 560 --out FILE  # no run begins later, and none lasts longer
     --tiny                    # a tiny target on the CPU, over gloo
@@ -25,8 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Lock
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -86,6 +88,7 @@ class Runs:
     def __init__(self, args: argparse.Namespace, configs: list[str], more: list[str], folder: Path):
         self.configs, self.more, self.folder, self.data = configs, more, folder, args.data
         self.until, self.out, self.done = time.monotonic() + args.seconds, args.out, []
+        self.lock = Lock()
 
     def train(self, name: str, processes: int, changes: dict[str, object], hardware: str | None = None) -> Trained | None:
         left = self.until - time.monotonic()
@@ -123,14 +126,15 @@ class Runs:
             print(f"{name}: failed, {'time was up' if code is None else f'exit code {code}'}\n    {tail}", flush=True)
             return None
         found = Trained(name, processes, rows)
-        self.done.append(found)
         last = rows[-1]
         print(
             f"{name}: {last['step']:.0f} steps, {last['tokens_seen']:,.0f} tokens, loss {last['train/loss']:.4f}, {time.monotonic() - began:.0f} s in all",
             flush=True,
         )
-        if self.out:
-            self.out.write_text(json.dumps([asdict(one) for one in self.done], indent=1))
+        with self.lock:
+            self.done.append(found)
+            if self.out:
+                self.out.write_text(json.dumps([asdict(one) for one in self.done], indent=1))
         return found
 
 
@@ -160,24 +164,27 @@ def weak_scaling(runs: Runs, processes: list[int], steps: int, warmup: int) -> l
     return lines
 
 
-def loss_curves(runs: Runs, processes: list[int], ways: list[str], steps: int, rows: int, seed: int) -> list[str]:
+def loss_curves(
+    runs: Runs, processes: list[int], ways: list[str], steps: int, rows: int, seed: int, at_once: int = 1
+) -> list[str]:
     """A table, one line for each way and number of processes."""
     plain = {"speed.compile": "false", "speed.graph_target": "false"}
     changes = NO_PAUSE | plain | {"trainer.max_steps": steps, "trainer.log_every_n_steps": 1}
-    first, other = None, None
-    found = []
+    wanted = []
     for way in ways:
         for count in processes:
             if rows % count:
                 print(f"{way}-{count}: {rows} rows cannot be shared out evenly by {count} processes", flush=True)
                 continue
-            shared = {"data.rows": rows // count, "trainer.accumulate_grad_batches": 1, "data.seed": seed}
-            one = runs.train(f"curve-{way}-{count}", count, changes | shared, way)
-            if one is not None:
-                found.append((way, one))
-            if first is None and one is not None:
-                first = one
-                other = runs.train(f"curve-{way}-{count}-seed", count, changes | shared | {"data.seed": seed + 1}, way)
+            shared = changes | {"data.rows": rows // count, "trainer.accumulate_grad_batches": 1, "data.seed": seed}
+            wanted.append((way, f"curve-{way}-{count}", count, shared))
+            if len(wanted) == 1:
+                wanted.append((way, f"curve-{way}-{count}-seed", count, shared | {"data.seed": seed + 1}))
+    with ThreadPoolExecutor(at_once) as pool:
+        trained = list(pool.map(lambda one: runs.train(one[1], one[2], one[3], one[0]), wanted))
+    other = trained.pop(1) if len(trained) > 1 else None
+    found = [(one[0], run) for one, run in zip([*wanted[:1], *wanted[2:]], trained, strict=True) if run is not None]
+    first = next((run for _, run in found), None)
     if first is None:
         return ["no loss curve was measured"]
     lines = [
@@ -218,6 +225,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--curves", type=_words, default=["ddp-h100", "zero1", "zero2", "zero3"])
     parser.add_argument("--curve-steps", type=int, default=100, help="0: no loss curves")
     parser.add_argument("--global-rows", type=int, default=8)
+    parser.add_argument("--at-once", type=int, default=1, help="loss curves side by side; speeds are never measured so")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--chats", type=int, default=2000, help="random ones")
@@ -255,7 +263,10 @@ def main() -> None:
         print("\n".join(lines), flush=True)
     if args.curve_steps:
         print(
-            "\n".join(loss_curves(runs, args.processes, args.curves, args.curve_steps, args.global_rows, args.seed)), flush=True
+            "\n".join(
+                loss_curves(runs, args.processes, args.curves, args.curve_steps, args.global_rows, args.seed, args.at_once)
+            ),
+            flush=True,
         )
     if not runs.done:
         raise SystemExit("nothing was measured")

@@ -33,7 +33,7 @@ def test_rows_of_a_log_without_a_loss_are_left_out(tmp_path):
 
 @pytest.mark.slow
 def test_two_processes_learn_what_one_does(tmp_path):
-    out, steps = tmp_path / "runs.json", ["--steps", "0", "--curve-steps", "6"]
+    out, steps = tmp_path / "runs.json", ["--steps", "0", "--curve-steps", "6", "--at-once", "2"]
     command = [
         sys.executable,
         str(SCRIPT),
