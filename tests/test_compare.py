@@ -167,16 +167,15 @@ def run(tiny_llama, target_folders, tmp_path):
 
 def test_with_a_recipe_both_are_measured_and_the_json_says_the_same(run, tmp_path, capsys):
     flags, best, export, published = run
-    assert main(["compare", best, published, *flags, "--validate.drafts", "3", "--json", str(tmp_path / "out.json")]) == 0
-    out, told = capsys.readouterr().out, json.loads((tmp_path / "out.json").read_text())
+    assert main(["compare", best, published, *flags, "--validate.drafts", "3", "--json", str(tmp_path / "out.json")]) == 2
+    (out, err), told = capsys.readouterr(), json.loads((tmp_path / "out.json").read_text())
     assert told["a"] == best and told["b"] == published and told["tau"]["drafts"] == 3 and told["tau"]["prompts"] == 4
     for name in ("a", "b", "ratio"):
         low, value, high = (told["tau"][name][key] for key in ("low", "value", "high"))
         assert low <= value <= high and f"{value:.3f} ({low:.3f} to {high:.3f})" in out
     assert told["tau"]["ratio"]["value"] == pytest.approx(told["tau"]["b"]["value"] / told["tau"]["a"]["value"])
-    assert (
-        not told["faults"]["a"] and "B has a fault: max_position_embeddings is missing" in out and len(told["faults"]["b"]) == 1
-    )
+    assert not told["faults"]["a"] and len(told["faults"]["b"]) == 1
+    assert err == f"error: B has a fault: {told['faults']['b'][0]}\n" and "max_position_embeddings is missing" in err
     assert {row["name"] for row in told["tensors"]} >= {"fc.weight", "d2t"}
 
 
@@ -193,7 +192,7 @@ def test_equal_tensors_are_counted_beside_those_that_differ(run, tmp_path, capsy
     weights = load_file(other / "model.safetensors")
     weights["fc.weight"][0, 0] += 1
     save_file(weights, other / "model.safetensors")
-    assert main(["compare", run[2], str(other)]) == 0
+    assert main(["compare", run[2], str(other)]) == 2  # another file than was exported
     out = capsys.readouterr().out
     assert "fc.weight" in out and f"{len(weights) - 1} other tensors are equal, number for number" in out
 
@@ -201,7 +200,7 @@ def test_equal_tensors_are_counted_beside_those_that_differ(run, tmp_path, capsy
 def test_folders_without_a_drafter_are_not_said_to_be_equal(tmp_path, capsys):
     for name in "ab":
         (tmp_path / name).mkdir()
-    main(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     out = capsys.readouterr().out
     assert "no tensors to compare" in out and "configurations are not compared" in out
     assert "equal" not in out and "the same" not in out
@@ -220,7 +219,21 @@ def test_a_folder_that_cannot_be_read_stops_the_measuring_alone(run, tmp_path, c
     (tmp_path / "export" / "config.json").write_text("{")
     assert main(["compare", best, export, *flags]) == 2
     seen = capsys.readouterr()
-    assert "B has a fault: config.json is not JSON" in seen.out and "config.json is damaged" in seen.err
+    assert "error: B has a fault: config.json is not JSON" in seen.err and "config.json is damaged" in seen.err
+
+
+def test_a_fault_ends_with_the_code_and_the_words_of_inspect(run, tmp_path, capsys):
+    """Behind the tables. Differences alone are no fault."""
+    _, best, export, _ = run
+    assert main(["compare", best, export]) == 0 and not capsys.readouterr().err
+    weights = load_file(tmp_path / "export" / "model.safetensors")
+    weights["fc.weight"][0, 0] = float("nan")
+    save_file(weights, tmp_path / "export" / "model.safetensors")
+    assert main(["inspect", export]) == 2
+    faults = capsys.readouterr().err
+    assert main(["compare", export, best]) == 2
+    out, err = capsys.readouterr()
+    assert faults and err == faults.replace("error: ", "error: A has a fault: ") and "other tensors are equal" in out
 
 
 def test_without_held_out_prompts_the_stage_that_makes_them_is_named(run, tmp_path, capsys):

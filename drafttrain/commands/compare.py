@@ -11,7 +11,7 @@ from drafttrain.commands.drafts import Draft, load
 from drafttrain.commands.folder_options import CompareOptions
 from drafttrain.data.store import TokenStore
 from drafttrain.errors import UserError, printable
-from drafttrain.export.inspect import inspect_folder
+from drafttrain.export.inspect import inspect_folder, require_sound
 from drafttrain.export.inspect_pair import both_say, config_differences, tensor_rows
 from drafttrain.files import write_json_atomic
 from drafttrain.options import Options
@@ -21,14 +21,14 @@ from drafttrain.validation.compare import Compared, compare_tau
 
 
 def run(options: CompareOptions, recipe: Recipe | None) -> None:
-    """Print the tables, and write them as JSON where asked. Raises UserError; what a folder has wrong is printed, and stops nothing but measuring."""
+    """Print the tables, and write them as JSON where asked. Raises UserError, behind all of that, with a line for each fault of a folder: none but one
+    that keeps the drafter from being built stops the measuring."""
     if options.json is not None:
         _require_file(options.json)
     a, b = inspect_folder(options.a), inspect_folder(options.b)
     for letter, found in (("A", a), ("B", b)):
         print(f"{letter}: {printable(options.a if found is a else options.b)}: {dict(found.lines)['what']}")
-        for fault in found.faults:
-            print(f"{letter} has a fault: {fault}")
+    faults = [f"{letter} has a fault: {fault}" for letter, found in (("A", a), ("B", b)) for fault in found.faults]
     configs, tensors = config_differences(a, b), tensor_rows(a, b)
     rows = [(printable(name), _short(x), _short(y)) for name, x, y in configs]
     alike = "configurations say the same" if both_say(a, b) else "configurations are not compared: not both can be read"
@@ -38,7 +38,10 @@ def run(options: CompareOptions, recipe: Recipe | None) -> None:
     _print_table(("tensor", "A", "B", "largest difference"), different, equal)
     if different and len(different) < len(tensors):
         print(f"{len(tensors) - len(different)} other tensors are equal, number for number\n")
-    compared = None if recipe is None else _measured(options, recipe)
+    try:
+        compared = None if recipe is None else _measured(options, recipe)
+    except UserError as error:
+        raise UserError("\n".join([*faults, str(error)]), error.notes) from error
     if options.json is not None:
         told = {
             "a": options.a, "b": options.b, "command": command_line(),
@@ -49,6 +52,7 @@ def run(options: CompareOptions, recipe: Recipe | None) -> None:
         }  # fmt: skip
         _written(options.json, told)
         print(f"{options.json}: the same as JSON")
+    require_sound(faults)
 
 
 def _written(file: Path, told: dict[str, Any]) -> None:

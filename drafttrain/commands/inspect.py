@@ -1,8 +1,8 @@
 """`drafttrain inspect`: what a folder with a drafter is, ours or anybody's, and what is wrong with it."""
 
 from drafttrain.commands.folder_options import InspectOptions
-from drafttrain.errors import UserError, printable
-from drafttrain.export.inspect import inspect_folder
+from drafttrain.errors import printable
+from drafttrain.export.inspect import inspect_folder, require_sound
 from drafttrain.export.inspect_target import read_target
 
 
@@ -16,6 +16,5 @@ def run(options: InspectOptions) -> None:
         print(f"  {name:<{width}}  {words}")
     for note in found.notes:
         print(f"note: {note}")
-    if found.faults:
-        raise UserError("\n".join(found.faults))
+    require_sound(found.faults)
     print("no fault can be seen from the folder alone; `drafttrain validate` measures what it accepts")

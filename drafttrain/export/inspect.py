@@ -7,7 +7,7 @@ No weights of a target are needed, so what only the target can judge (halves of 
 not seen here: that is what `drafttrain validate` and `drafttrain compare` measure.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import torch
 from drafttrain.drafters.published import Published
 from drafttrain.drafters.save import WEIGHTS, altered
 from drafttrain.drafters.source import MAPS
-from drafttrain.errors import printable
+from drafttrain.errors import UserError, printable
 from drafttrain.export.block_format import BlockFormat
 from drafttrain.export.card import MADE_FILE
 from drafttrain.export.format import NAMES, Engine
@@ -44,6 +44,12 @@ class Inspection:
     config: dict[str, Any]
     """As it was understood: mended where a fault was told."""
     folder: Folder
+
+
+def require_sound(faults: Sequence[str]) -> None:
+    """UserError with a line for each fault: how a command that looks at folders ends, behind everything that is to be printed."""
+    if faults:
+        raise UserError("\n".join(faults))
 
 
 def inspect_folder(where: str, target: TargetSizes | None = None) -> Inspection:
