@@ -96,6 +96,27 @@ def test_best_last_and_every_way_to_name_a_state(made):
         assert facts["steps"] == 4
 
 
+def test_what_an_export_replaces_is_said_in_a_line_before_it_is(made, capsys):
+    def told(*more) -> list[str]:
+        assert export(made, *more) == 0
+        lines = capsys.readouterr().out.splitlines()
+        place = next(i for i, line in enumerate(lines) if line.startswith("EAGLE-3 drafter"))  # what is there now
+        return [line for line in lines[:place] if "earlier export" in line]
+
+    folder = made[1] / "tiny" / "export"
+    assert told("--export.format", "speculators") == []
+    (line,) = told("--checkpoint", "last")
+    assert (
+        line.startswith(f"{folder}/ holds an earlier export (EAGLE-3 drafter in float32, 2 steps, for ") and "speculators" in line
+    )
+    (line,) = told("--export.dtype", "bfloat16")
+    assert "in float32, 4 steps, for vLLM" in line and "speculators" not in line
+    for broken in ("{", "[]", '{"format": "eagle3"}'):
+        (folder / "drafttrain.json").write_text(broken)
+        (line,) = told()
+        assert "with no drafttrain.json that this version can read" in line
+
+
 def test_a_training_that_was_stopped_is_not_exported_where_a_finished_one_is_asked_for(made, capsys):
     assert export(made, "--finished", "--trainer.max_steps", "'4'") == 0
     assert export(made, "--finished") == 0 and same(exported(made), live(made, "best"))

@@ -4,14 +4,14 @@ from pathlib import Path
 
 from drafttrain.commands.drafts import data_facts, load, refresh_card, training_facts
 from drafttrain.commands.export_source import class_of, find_source, load_source, require_finished, trained_here
-from drafttrain.errors import printable
-from drafttrain.export.card import served_by
+from drafttrain.errors import UserError, printable
+from drafttrain.export.card import MADE_FILE, served_by
 from drafttrain.export.card_licence import licence_warning
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
 from drafttrain.export.hub import preview, push
 from drafttrain.export.registry import format_named, require_form
-from drafttrain.files import RunLock
+from drafttrain.files import RunLock, read_json
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
 
@@ -29,6 +29,10 @@ def run(recipe: Recipe, options: Options) -> None:
         folder.record("export", recipe.plain())
         told = training_facts(facts) | ({} if asked == "best" else {"checkpoint": Path(asked).name})  # a card is public
         told |= data_facts(folder) if trained_here(source, folder) else {}
+        if folder.export.exists():
+            print(
+                f"{folder.export}/ holds an earlier export ({_earlier(folder.export)}); the new one takes its place once it is whole"
+            )
         made = export_drafter(net, target, folder.export, recipe.export, None, told)
         refresh_card(folder)
     format = format_named(made, str(folder.export))
@@ -42,6 +46,16 @@ def run(recipe: Recipe, options: Options) -> None:
     same = f"the trained drafter's first choice in {check['same_first_choice']:.1%} of {check['rows']} places"
     print(f"{folder.export}/: {size:,} bytes in {made['dtype']}; read back: {same}{gap}")
     _push(folder.export, recipe.export)
+
+
+def _earlier(folder: Path) -> str:
+    """What an export that is there already is, in words. It is replaced whatever it is, so one that cannot be read is no error."""
+    try:
+        made = read_json(folder / MADE_FILE, "the export")
+        format, steps = format_named(made, str(folder)), made["facts"].get("steps")
+        return f"{format.title} in {printable(str(made['dtype']))}{'' if steps is None else printable(f', {steps} steps')}, {served_by(format)}"
+    except (UserError, OSError, KeyError, TypeError, AttributeError):
+        return f"with no {MADE_FILE} that this version can read"
 
 
 def _push(folder: Path, config: ExportConfig) -> None:
