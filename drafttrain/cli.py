@@ -6,10 +6,12 @@ exit code is 2. `inspect` and `compare` are given folders of drafters instead of
 """
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import io
 import itertools
+import json
 import os
 import select
 import sys
@@ -24,7 +26,7 @@ from drafttrain.errors import UserError, printable
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe, load_recipe, sections_help
 from drafttrain.run import Run
-from drafttrain.topology import rank, read_topology, speaks
+from drafttrain.topology import error_file, rank, read_topology, speaks
 
 COMMANDS = {
     "train": "train the drafter (under torchrun for several processes); goes on from the last checkpoint",
@@ -106,12 +108,21 @@ def _answered(run: Callable[[], None]) -> int:
             for note in error.notes:
                 print(f"note: {printable(note)}", file=sys.stderr)
         who = "error" if speaks() else f"error (rank {rank()})"
-        for sentence in str(error).splitlines():
-            print(f"{who}: {printable(sentence)}", file=sys.stderr)
+        told = [f"{who}: {printable(sentence)}" for sentence in str(error).splitlines()]
+        print(*told, sep="\n", file=sys.stderr)
+        _tell_launcher("\n".join(told))
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _tell_launcher(told: str) -> None:
+    """torchrun ends with a traceback of its own, under which an error would be buried, and with what it finds in this file, in this form."""
+    if (file := error_file()) is not None:
+        data = {"message": {"message": told, "extraInfo": {"py_callstack": told, "timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):  # it has been said once
+            file.write_text(json.dumps(data))
 
 
 def _main(argv: list[str]) -> None:

@@ -7,6 +7,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,6 +103,11 @@ def speaks(environ: Mapping[str, str] = os.environ) -> bool:
         return not 0 < int(environ.get("RANK", "0")) < int(environ.get("WORLD_SIZE", "1"))
     except ValueError:
         return True
+
+
+def error_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Where torchrun looks for what ended this process, to say it at its own end; None without torchrun."""
+    return Path(name) if (name := environ.get("TORCHELASTIC_ERROR_FILE")) else None
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

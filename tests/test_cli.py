@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from data_prep.__main__ import main as data_prep
 from drafttrain.cli import main, pairs
@@ -246,6 +247,22 @@ def test_world_size_that_does_not_match_is_refused_before_loading(made, capsys, 
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert main(["train", *flags(made), "--target.path", "/does/not/exist"]) == 2
     assert "WORLD_SIZE is 3 and LOCAL_WORLD_SIZE is 2" in capsys.readouterr().err
+
+
+def test_torchrun_ends_with_what_was_said(tmp_path, monkeypatch, capsys):
+    """As torch reads the file that a process has left."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    (tmp_path / "r.yaml").write_text("name: x\noptimzer: {lr: $1}\n")
+    assert main(["train", "--config", str(tmp_path / "r.yaml")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    summary = str(ChildFailedError("drafttrain", {0: ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))}))
+    assert (
+        len(said) > 1
+        and [line.strip().removeprefix("traceback : ") for line in summary.splitlines()[-1 - len(said) : -1]] == said
+    )
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    assert main(["train", "--config", str(tmp_path / "r.yaml")]) == 2
 
 
 def test_rank_0_speaks_first(made, capsys, monkeypatch):

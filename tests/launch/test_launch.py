@@ -139,6 +139,18 @@ def test_the_kubernetes_job_agrees_with_itself_and_with_the_repository():
 
 
 @pytest.mark.slow
+def test_torchruns_last_lines_name_a_mistake_in_the_recipe(tmp_path):
+    (tmp_path / "r.yaml").write_text("name: x\noptimzer: {lr: 1}\n")
+    given = environment(tmp_path, PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1", NPROC="2")
+    done = subprocess.run(
+        [LAUNCH / "torchrun.sh", "--config", tmp_path / "r.yaml"], env=given, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    root_cause = done.stderr.partition("Root Cause")[2]
+    assert f"error: unknown key 'optimzer' ({tmp_path}/r.yaml line 2): did you mean 'optimizer'?" in root_cause
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_two_processes_on_one_machine_or_on_two_train(tmp_path, tiny_llama, target_folders, nodes):
     make_run(tmp_path / "runs" / "tiny", tiny_llama)
