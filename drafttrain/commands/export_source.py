@@ -46,7 +46,7 @@ def require_finished(recipe: Recipe, run: Run) -> None:
     if not steps.isdecimal() or done < int(steps):
         raise UserError(
             f"training in {run.folder}/ stopped at step {done} of {steps}, so there is no finished drafter to export; start it again (train, or "
-            "launch/pipeline.sh), and it goes on from there. Without --finished the best drafter so far is exported."
+            "launch/pipeline.sh), and it goes on from there, or leave out --finished to export the best drafter so far."
         )
 
 
