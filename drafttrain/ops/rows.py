@@ -21,7 +21,7 @@ BLOCK = 128
 SMALL_HEADS: dict[str, Any] = {"fwd_BLOCK_N": 64, "bwd_num_warps": 4} | {
     f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")
 }
-"""What the kernel takes in at once where heads are at most 64 wide. torch's own choice for an H100 (128 x 128) leaves such a rule no registers: on an H200
+"""What the kernel takes in at once where heads are at most 64 wide, in 16 bits. torch's own choice for an H100 (128 x 128) leaves such a rule no registers: on an H200
 the kernels of DFlash's step take 101 and 359 us a layer so, and 239 and 489 us with that choice."""
 ONE_KERNEL: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
 """For fewer than 128 queries torch 2.11 takes its kernel for decoding, and of that it has none where they and the query heads of a group are more than 128."""
@@ -102,7 +102,9 @@ def run_kernel(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale
     query, key = query.to(value.dtype), key.to(value.dtype)
     attend = _kernel() if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
     grouped = query.shape[1] != key.shape[1]
-    options = (ONE_KERNEL | (SMALL_HEADS if query.shape[-1] <= 64 else {})) if query.is_cuda else None
+    options = (
+        (ONE_KERNEL | (SMALL_HEADS if query.shape[-1] <= 64 and query.element_size() == 2 else {})) if query.is_cuda else None
+    )
     mixed, aux = attend(
         query,
         key,
