@@ -1,6 +1,7 @@
 """The run folder: everything that one recipe made, in one place.
 
-runs/<name>/recipe.yaml     the resolved recipe of the last command
+runs/<name>/recipe.yaml     the resolved recipe of the last command that made data or a drafter; what the later stages are given
+            recipe-export.yaml, ...   likewise of each command that made something of them (export, validate, bench)
             versions.json   per command: versions, commit, world size, command line
             data/           token stores, prompts, ledger          (data_prep)
             checkpoints/    last/ to resume, best/ by tau          (train)
@@ -21,6 +22,10 @@ import yaml
 
 from drafttrain.files import read_json, write_atomic, write_json_atomic
 from drafttrain.validation import hardware
+
+
+LATER = ("export", "validate", "bench")
+"""Commands that make something of a drafter, and none."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +59,12 @@ class Run:
         return self.folder / "report"
 
     def record(self, command: str, recipe: dict[str, Any], world: int = 1) -> None:
-        """Write the resolved recipe, and what ran `command`. Stages may run on different machines, so each has its own entry."""
+        """Write the resolved recipe, and what ran `command`. Stages may run on different machines, so each has its own entry.
+
+        What a later command was told once (export.push, bench.count) stays out of recipe.yaml: it would be told to all that follow."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.folder / "recipe.yaml", dump_yaml(recipe))
+        own = self.folder / f"recipe-{command}.yaml" if command in LATER else self.folder / "recipe.yaml"
+        write_atomic(own, dump_yaml(recipe))
         path = self.folder / "versions.json"
         entries = read_json(path, "the record of versions") if path.exists() else {}
         entries[command] = stamp(world)

@@ -112,8 +112,10 @@ def test_run_folder_records_recipe_and_versions(base, tmp_path):
     recipe, _ = load_recipe([base])
     run = Run(tmp_path / "runs" / recipe.name)
     run.record("train", recipe.plain(), world=4)
-    run.record("export", recipe.plain())
-    assert load_recipe([run.folder / "recipe.yaml"])[0].plain() == recipe.plain()
+    once, _ = load_recipe([base], [("export.push", "me/eagle3-x"), ("export.dry_run", "true")])
+    run.record("export", once.plain())
+    assert load_recipe([run.folder / "recipe.yaml"])[0].plain() == recipe.plain()  # or each later export would be pushed
+    assert load_recipe([run.folder / "recipe-export.yaml"])[0].plain() == once.plain()
     entries = load_recipe_versions(run)
     assert (entries["train"]["world"], entries["export"]["world"]) == (4, 1)
     assert entries["train"]["packages"]["torch"]
