@@ -23,7 +23,6 @@ import yaml
 from drafttrain.files import read_json, write_atomic, write_json_atomic
 from drafttrain.validation import hardware
 
-
 LATER = ("export", "validate", "bench")
 """Commands that make something of a drafter, and none."""
 
