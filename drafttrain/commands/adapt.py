@@ -48,8 +48,7 @@ def run(recipe: Recipe, options: Options) -> None:
         optimizer=recipe.optimizer,
         length=recipe.data.length,
         seed=recipe.data.seed,
-        compile=recipe.speed.compile,
-        cpp_wrapper=recipe.speed.cpp_wrapper,
+        speed=recipe.speed,
         clip=recipe.trainer.get("gradient_clip_val"),
     )
     require_compiler(recipe.speed)

@@ -12,7 +12,7 @@ Shapes: B packed rows, T tokens.
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from drafttrain.tasks.on_policy_start import require_text
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer, token_sides
 from drafttrain.tasks.rollouts import taught_by
 from drafttrain.tasks.speed import make_score
+from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.tasks.window import scored_elements
 from drafttrain.types import Features, Layout, Rollout, Sequences
@@ -45,8 +46,7 @@ class AdaptSections:
     length: int
     """Tokens of a packed row; what an answer has beyond is not learnt from (data.length)."""
     seed: int
-    compile: bool = False
-    cpp_wrapper: bool = False
+    speed: SpeedConfig = field(default_factory=SpeedConfig)
     clip: float | None = None
     """Largest norm of a step's gradient (trainer.gradient_clip_val)."""
 
@@ -96,7 +96,7 @@ class Learner:
         self.net, self.sections, self.device = net, sections, target.device
         self.depth: int = net.needs.depth
         self._score = make_score(
-            net, sections.objective, TargetTeacher(target, net), self.depth, sections.compile, sections.cpp_wrapper
+            net, sections.objective, TargetTeacher(target, net), self.depth, sections.speed.compile, sections.speed.cpp_wrapper
         )
         self.optimizer = make_optimizer(sections.optimizer, net, self.device.type == "cuda", token_sides(net))
         self._peaks = [group["lr"] for group in self.optimizer.param_groups]

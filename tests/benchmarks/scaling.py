@@ -177,13 +177,13 @@ def loss_curves(
                 print(f"{way}-{count}: {rows} rows cannot be shared out evenly by {count} processes", flush=True)
                 continue
             shared = changes | {"data.rows": rows // count, "trainer.accumulate_grad_batches": 1, "data.seed": seed}
-            wanted.append((way, f"curve-{way}-{count}", count, shared))
+            wanted.append((f"curve-{way}-{count}", count, shared, way))
             if len(wanted) == 1:
-                wanted.append((way, f"curve-{way}-{count}-seed", count, shared | {"data.seed": seed + 1}))
+                wanted.append((f"curve-{way}-{count}-seed", count, shared | {"data.seed": seed + 1}, way))
     with ThreadPoolExecutor(at_once) as pool:
-        trained = list(pool.map(lambda one: runs.train(one[1], one[2], one[3], one[0]), wanted))
-    other = trained.pop(1) if len(trained) > 1 else None
-    found = [(one[0], run) for one, run in zip([*wanted[:1], *wanted[2:]], trained, strict=True) if run is not None]
+        trained = list(pool.map(lambda one: runs.train(*one), wanted))
+    other = trained[1] if trained else None  # of the first way with another seed, which is no line of the table
+    found = [(way, run) for i, ((*_, way), run) in enumerate(zip(wanted, trained, strict=True)) if i != 1 and run is not None]
     first = next((run for _, run in found), None)
     if first is None:
         return ["no loss curve was measured"]
