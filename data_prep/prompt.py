@@ -91,6 +91,10 @@ class PromptSource(ABC):
         """What stands behind a name that the recipe gives (a file's hash, a commit). UserError if it cannot be read."""
         return {}
 
+    def require_there(self) -> None:  # noqa: B027 - a source without files has none to miss
+        """UserError, in the words of `content` or `collect`, where a file that the recipe names is not on this machine. Quick: asks no network, and of
+        prompts reads no more than the first."""
+
 
 def compact(ids: Sequence[int], vocab: int) -> array:
     """Token ids in 2 or 4 bytes each, where a million prompts are held at once."""

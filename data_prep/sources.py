@@ -11,7 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from data_prep.dataset_rows import content_of, load, rows_of
+from data_prep.dataset_rows import content_of, is_local, load, rows_of
 from data_prep.dialects import FIELDS, Reader
 from data_prep.ledger import Ledger, reasons
 from data_prep.prompt import LONGEST_NAME, Ask, Prompt, PromptSource, Work, require, require_common
@@ -70,6 +70,10 @@ class SelfPrompts(PromptSource):
 
     def content(self) -> dict[str, str]:
         return {} if self.topics_file is None else {"topics (sha256)": _sha256(self.topics_file, "SelfPrompts.topics_file")}
+
+    def require_there(self) -> None:
+        if self.topics_file is not None:
+            read_topics(self.topics_file)
 
     def attempts(self, work: Work) -> Attempts:
         """What the target writes, chunk by chunk. UserError if the topics cannot be read."""
@@ -139,6 +143,9 @@ class JsonlPrompts(RowPrompts):
     def content(self) -> dict[str, str]:
         return {"content (sha256)": _sha256(self.path, "JsonlPrompts.path")}
 
+    def require_there(self) -> None:
+        next(json_lines(self.path, "JsonlPrompts.path"), None)
+
     def table(self, work: Work) -> Table:
         form = f"each line must look like {EXAMPLE} (DatasetPrompts reads a file that is one JSON array)"
         return Table(self.path, "line", json_lines(self.path, "JsonlPrompts.path"), form)
@@ -171,6 +178,9 @@ class DatasetPrompts(RowPrompts):
 
     def content(self) -> dict[str, str]:
         return content_of(self.path, self.revision)
+
+    def require_there(self) -> None:
+        is_local(self.path)
 
     def table(self, work: Work) -> Table:
         dataset = load(self.path, self.config_name, self.split, self.revision, self.streaming)
@@ -208,6 +218,9 @@ class StorePrompts(RowPrompts):
 
     def content(self) -> dict[str, str]:
         return {"content (sha256)": _sha256(str(self.written), "StorePrompts.path")}
+
+    def require_there(self) -> None:
+        next(json_lines(str(self.written), "StorePrompts.path"), None)
 
     def table(self, work: Work) -> Table:
         written = self.written

@@ -100,7 +100,7 @@ def test_more_held_out_prompts_than_prompts_are_said(planned, tmp_path, tiny_lla
         "optimizer": {"warmup_steps": 0},
     }
     recipe, printed = planned(**sections)
-    found = warnings(printed)
+    found = [each for each in warnings(printed) if "held_out" in each]
     assert found == ([] if said is None else [f"warning: {said}, so data_prep would refuse; lower it or give more prompts"])
     if lines is not None:  # what data_prep says of as many prompts, all of them usable
         prompts = [Prompt(f"{name}-{n}", name, []) for name, count in (("self", 4), ("file", lines)) for n in range(count)]
@@ -160,6 +160,57 @@ def test_rounded_weights_without_their_library_are_said(planned, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     [said] = [each for each in warnings(planned(target={"weights": "int8"})[1]) if "torchao" in each]
     assert said.startswith("warning: on this machine training would refuse: target.weights is int8, but torchao")
+
+
+def test_a_step_in_c_without_a_compiler_is_said_in_the_words_of_training(
+    planned, tmp_path, tiny_llama, target_folders, monkeypatch
+):
+    both = {"compile": True, "cpp_wrapper": True}
+    make_run(tmp_path / "tiny", tiny_llama)
+    monkeypatch.setenv("CXX", sys.executable)  # is there, which is all that is asked
+    assert not [each for each in warnings(planned(speed=both)[1]) if "compiler" in each or "CXX" in each]
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError) as refused:
+        start(tmp_path / "tiny", target_folders("llama"), speed=both)
+    assert f"warning: on this machine training would refuse: {refused.value}" in warnings(planned(speed=both)[1])
+    assert "no-such-compiler is not on this machine" in str(refused.value)
+    assert not [each for each in warnings(planned(speed={**both, "compile": False})[1]) if "no-such-compiler" in each]
+
+
+FILES = [
+    {"class_path": "JsonlPrompts", "init_args": {"path": "{}/a.jsonl"}},
+    {"class_path": "StorePrompts", "init_args": {"path": "{}/b"}},
+    {"class_path": "DatasetPrompts", "init_args": {"path": "{}/c.parquet"}},
+    {"class_path": "SelfPrompts", "init_args": {"count": 4, "topics_file": "{}/d.txt"}},
+]
+
+
+@pytest.mark.parametrize("source", FILES, ids=lambda source: source["class_path"])
+def test_a_file_of_prompts_that_is_not_there_is_said_in_the_words_of_data_prep(planned, tmp_path, tiny_llama, source):
+    """Against what data_prep asks first of every source, before any prompt is read. Until it has finished: then nobody reads the file."""
+    init_args = {name: value.format(tmp_path) if isinstance(value, str) else value for name, value in source["init_args"].items()}
+    sections = {
+        "prepare": {"prompts": [SELF, {**source, "init_args": init_args | {"name": "file"}}]},
+        "data": {"features": "online"},
+    }
+    recipe, lines = planned(**sections)
+    with pytest.raises(UserError) as refused:
+        recipe.prepare.prompts[1].content()
+    assert [each for each in warnings(lines) if "on this machine" in each] == [
+        f"warning: on this machine data_prep would refuse: {refused.value}"
+    ]
+    write_store(tmp_path / "tiny" / "data" / "train", ragged_chats(20, tiny_llama.vocab), tiny_llama.identity)
+    assert not [each for each in warnings(planned(**sections)[1]) if "on this machine" in each]
+
+
+def test_files_of_prompts_that_are_there_are_not_spoken_of(planned, tmp_path):
+    (tmp_path / "topics.txt").write_text("rivers\n")
+    (tmp_path / "rows.csv").write_text("prompt\nhello\n")
+    topics = {"class_path": "SelfPrompts", "init_args": {"count": 4, "topics_file": str(tmp_path / "topics.txt")}}
+    rows = {"class_path": "DatasetPrompts", "init_args": {"path": str(tmp_path / "rows.csv")}}
+    hub = {"class_path": "DatasetPrompts", "init_args": {"path": "owner/name"}}
+    prompts = [topics, rows, hub, file_of(tmp_path, 3)]
+    assert not warnings(planned(prepare={"prompts": prompts, "held_out": 3}, optimizer={"warmup_steps": 0})[1])
 
 
 def test_what_lightning_lets_pass_for_a_count_is_refused(planned):

@@ -82,7 +82,8 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
     else:
         require_text(recipe.objective)
         yield from _steps(recipe, store, topology, recipe.data.length if target is None else target.max_positions)
-    yield from unmeant(recipe, gathered=store is not None or (run.data / "prompts.json").exists())
+    gathered = store is not None or (run.data / "prompts.json").exists()
+    yield from unmeant(recipe, gathered, prepared=store is not None)
     if target is None:
         if recipe.task == "on_policy":
             yield from of_rollouts(recipe, topology, planned_prompts(recipe, store))

@@ -1,8 +1,11 @@
 """What a recipe asks for and cannot have, or hardly meant, told from its numbers before anything is made.
 
-What training would refuse is refused. What another command would refuse, or nobody would, is a line that begins with `warning:`.
+What training would refuse is refused. What another command would refuse, or nobody would, is a line that begins with `warning:`; so is what a stage would
+refuse on this machine alone, since a plan may be made elsewhere than the training.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 
 from data_prep.config import PrepareConfig
@@ -15,32 +18,47 @@ from drafttrain.errors import UserError
 from drafttrain.recipe import Recipe
 from drafttrain.target.precision import require_library
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
+from drafttrain.tasks.speed_config import require_compiler
 from drafttrain.validation.bench_config import BenchConfig
 
 WAY_OUT = ", so data_prep would refuse; lower it or give more prompts"
 
 
-def unmeant(recipe: Recipe, gathered: bool) -> list[str]:
+def unmeant(recipe: Recipe, gathered: bool, prepared: bool) -> list[str]:
     """Warnings that need neither target nor drafter.
 
     Args:
         gathered: whether data_prep has split off the held-out prompts already.
+        prepared: whether it has finished, and needs no file of prompts any more.
     """
     found = [] if gathered else _held_out(recipe.prepare)
     if recipe.task != "on_policy" and recipe.on_policy != OnPolicyConfig():
         found.append(
             f"warning: on_policy is set, but task is {recipe.task}, which learns from the stored answers and never reads it; set task to on_policy"
         )
-    try:
-        require_library(recipe.target.weights)
-    except UserError as error:  # a plan may be made elsewhere than the training
-        found.append(f"warning: on this machine training would refuse: {error}")
+    found += _refused_here(recipe, prepared)
     warm_up, steps = recipe.optimizer.warmup_steps, recipe.trainer.get("max_steps")
     if isinstance(steps, int) and 0 < steps <= warm_up:
         found.append(
             f"warning: optimizer.warmup_steps is {warm_up:,}, but trainer.max_steps {steps:,}, so the learning rate never reaches optimizer.lr; "
             "lower the first or raise the second"
         )
+    return found
+
+
+def _refused_here(recipe: Recipe, prepared: bool) -> list[str]:
+    """What the stages would refuse for what this machine lacks, in their words."""
+    asked: list[tuple[str, Callable[[], None]]] = [
+        ("training", partial(require_library, recipe.target.weights)),
+        ("training", partial(require_compiler, recipe.speed)),
+    ]
+    asked += [] if prepared else [("data_prep", source.require_there) for source in recipe.prepare.prompts]
+    found = []
+    for stage, require in asked:
+        try:
+            require()
+        except UserError as error:
+            found.append(f"warning: on this machine {stage} would refuse: {error}")
     return found
 
 
