@@ -144,8 +144,9 @@ def _main(argv: list[str]) -> None:
     parsed = parse(command, program, rest)
     if parsed is not None:
         recipe, options = parsed
-        if command in ("train", "plan"):
-            read_topology(recipe.trainer.get("strategy", "auto"))  # before Lightning reads the same variables in its own way
+        if command in ("train", "plan"):  # before Lightning reads the same variables in its own way
+            # A plan may be made elsewhere than the training: what this machine lacks for a strategy, it says itself.
+            read_topology(recipe.trainer.get("strategy", "auto") if command == "train" else "auto")
         importlib.import_module(f"drafttrain.commands.{command}").run(recipe, options)
 
 

@@ -78,11 +78,7 @@ def read_topology(strategy: Any = "auto", environ: Mapping[str, str] = os.enviro
             f"LOCAL_RANK is {local_rank} and LOCAL_WORLD_SIZE is {local}, but ranks go from 0 to {local - 1}: {way_out}."
         )
     gpus = torch.cuda.device_count() if gpus is None else gpus
-    if uses_deepspeed(strategy) and not gpus:
-        raise UserError(
-            "trainer.strategy is DeepSpeed, which needs an NVIDIA GPU, and this machine shows none: "
-            "use --config recipes/hardware/cpu.yaml or ddp.yaml instead."
-        )
+    require_gpu(strategy, "gpu" if gpus else "cpu")
     if gpus and local > gpus:
         raise UserError(
             f"{local} processes were started on this machine, which shows {gpus} GPUs: torchrun --nproc-per-node {gpus}."
@@ -90,6 +86,15 @@ def read_topology(strategy: Any = "auto", environ: Mapping[str, str] = os.enviro
     port = _number(environ, "MASTER_PORT")
     store = (environ["MASTER_ADDR"], port) if world > 1 and port is not None and "MASTER_ADDR" in environ else None
     return Topology(world, local, rank, local_rank, "gpu" if gpus else "cpu", store)
+
+
+def require_gpu(strategy: Any, accelerator: str) -> None:
+    """UserError for DeepSpeed on a machine without a GPU. `strategy` as written in the recipe, `accelerator` as in `Topology`."""
+    if uses_deepspeed(strategy) and accelerator != "gpu":
+        raise UserError(
+            "trainer.strategy is DeepSpeed, which needs an NVIDIA GPU, and this machine shows none: "
+            "use --config recipes/hardware/cpu.yaml or ddp.yaml instead."
+        )
 
 
 def rank(environ: Mapping[str, str] = os.environ) -> str:

@@ -5,6 +5,7 @@ Classes (`class_path`, `init_args`) may stand for a strategy, loggers, callbacks
 """
 
 import copy
+import importlib.util
 import inspect
 import re
 from pathlib import Path
@@ -18,15 +19,26 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from drafttrain.errors import UserError
 from drafttrain.recipe import FROM_TORCHRUN
 from drafttrain.recipe_build import choices, describe, nearest
+from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.tasks.train_checks import OURS, ours_refused, require_positive
 
 
-def trainer_arguments(section: dict[str, Any], logs: Path) -> dict[str, Any]:
+def require_deepspeed(strategy: Any) -> None:
+    """UserError where a strategy, as written in the recipe, is DeepSpeed and that is not installed; Lightning alone would end with a traceback."""
+    if uses_deepspeed(strategy) and importlib.util.find_spec("deepspeed") is None:
+        raise UserError(
+            "trainer.strategy is DeepSpeed, which is not installed on this machine; run `pip install deepspeed`, or use --config "
+            "recipes/hardware/ddp.yaml."
+        )
+
+
+def trainer_arguments(section: dict[str, Any], logs: Path, elsewhere: bool = False) -> dict[str, Any]:
     """What the recipe says of Lightning's Trainer, checked, with classes built.
 
     Args:
         section: `trainer` as written in the recipe.
         logs: Where loggers write that the recipe gives no folder.
+        elsewhere: Whether another machine trains. Then DeepSpeed's strategy is held to its signature, and not built where DeepSpeed is not installed.
 
     Raises:
         UserError: unknown key, wrong type, unknown class or argument; all of them.
@@ -40,7 +52,8 @@ def trainer_arguments(section: dict[str, Any], logs: Path) -> dict[str, Any]:
         if key == "logger":
             value = _with_save_dir(value, logs)
         try:
-            arguments[key] = _build(hints[key], value)
+            parsed_alone = elsewhere and key == "strategy" and uses_deepspeed(value) and not importlib.util.find_spec("deepspeed")
+            arguments[key] = _build(hints[key], value, not parsed_alone)
         except (ArgumentError, ValueError, TypeError, ImportError) as error:
             errors.append(_sentence(f"trainer.{key}", hints[key], value, error))
     if errors:
@@ -62,11 +75,12 @@ def _refusal(key: str, value: Any, hints: dict[str, Any]) -> str | None:
     return None
 
 
-def _build(hint: Any, value: Any) -> Any:
-    """Parse against the hint; a class that is named is built. (A copy: jsonargparse writes into what it parses.)"""
+def _build(hint: Any, value: Any, instantiate: bool) -> Any:
+    """Parse against the hint; a class that is named is built where asked. (A copy: jsonargparse writes into what it parses.)"""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
-    return parser.instantiate(parser.parse_object({"value": copy.deepcopy(value)})).value
+    parsed = parser.parse_object({"value": copy.deepcopy(value)})
+    return (parser.instantiate(parsed) if instantiate else parsed).value
 
 
 def _with_save_dir(value: Any, logs: Path) -> Any:

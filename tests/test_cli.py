@@ -218,7 +218,11 @@ def test_overview_and_unknown_command(capsys):
             "{class_path: DDPStrategy, init_args: {bucket: 3}}",
             "'trainer.strategy.init_args.bucket' is no argument",
         ),
-        ("trainer.strategy", "deepspeed_stage_2", "needs an NVIDIA GPU"),
+        (
+            "trainer.strategy",
+            "{class_path: DeepSpeedStrategy, init_args: {stag: 2}}",
+            "'trainer.strategy.init_args.stag' is no argument",
+        ),
         ("trainer.logger", "NoLogger", "known are"),
         ("trainer.max_epochs", "3", "training ends by trainer.max_steps"),
         ("trainer.devices", "2", "torchrun"),
@@ -229,6 +233,30 @@ def test_trainer_section_is_checked_before_anything_loads(made, capsys, monkeypa
     assert main(["plan", *flags(made), f"--{flag}", value]) == 2
     err = capsys.readouterr().err
     assert words in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+STAGE_2 = "{class_path: lightning.pytorch.strategies.DeepSpeedStrategy, init_args: {stage: 2}}"
+
+
+@pytest.mark.parametrize("strategy", ["deepspeed_stage_2", STAGE_2])
+def test_a_cluster_is_planned_for_where_there_is_neither_gpu_nor_deepspeed_and_training_refuses(
+    made, capsys, monkeypatch, strategy
+):
+    lightning = pytest.importorskip("lightning.pytorch.strategies.deepspeed")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(lightning, "_DEEPSPEED_AVAILABLE", False)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    asked = [*flags(made), "--trainer.strategy", strategy]
+    assert main(["plan", *asked]) == 0
+    planned, err = capsys.readouterr()
+    here = [line for line in planned.splitlines() if line.startswith("warning: on this machine training would refuse: ")]
+    assert ["needs an NVIDIA GPU" in here[0], "not installed" in here[1], len(here), err] == [True, True, 2, ""]
+    assert "memory of a step on a GPU" in planned and "DeepSpeed divides what stays" in planned
+    assert main(["train", *asked]) == 2
+    assert capsys.readouterr().err == here[0].replace("warning: on this machine training would refuse: ", "error: ") + "\n"
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(["train", *asked]) == 2
+    assert capsys.readouterr().err == here[1].replace("warning: on this machine training would refuse: ", "error: ") + "\n"
 
 
 def test_loggers_write_into_the_run_folder(tmp_path):

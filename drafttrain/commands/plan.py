@@ -57,11 +57,11 @@ ADAM_BYTES, MUON_BYTES = 8, 4
 
 def run(recipe: Recipe, options: Options) -> None:
     """Print the plan. Raises UserError for everything that `train` would refuse before it loads anything."""
-    topology = read_topology(recipe.trainer.get("strategy"))
+    topology = read_topology()
     require_whole_matrices(recipe.optimizer, recipe.trainer.get("strategy"))
     require_no_answers(recipe.speed, recipe.checkpoint, recipe.task == "on_policy", recipe.target.weights)
     recipe.lora.require_start(recipe.checkpoint.start)
-    trainer_arguments(recipe.trainer, options.run.logs)
+    trainer_arguments(recipe.trainer, options.run.logs, elsewhere=True)
     print(dump_yaml(recipe.plain()))
     for line in arithmetic(recipe, options.run, topology):
         print(line)
@@ -83,7 +83,7 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
         require_text(recipe.objective)
         yield from _steps(recipe, store, topology, recipe.data.length if target is None else target.max_positions)
     gathered = store is not None or (run.data / "prompts.json").exists()
-    yield from unmeant(recipe, gathered, prepared=store is not None)
+    yield from unmeant(recipe, topology, gathered, prepared=store is not None)
     if target is None:
         if recipe.task == "on_policy":
             yield from of_rollouts(recipe, topology, planned_prompts(recipe, store))

@@ -19,12 +19,14 @@ from drafttrain.recipe import Recipe
 from drafttrain.target.precision import require_library
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.speed_config import require_compiler
+from drafttrain.topology import Topology, require_gpu
+from drafttrain.trainer_section import require_deepspeed
 from drafttrain.validation.bench_config import BenchConfig
 
 WAY_OUT = ", so data_prep would refuse; lower it or give more prompts"
 
 
-def unmeant(recipe: Recipe, gathered: bool, prepared: bool) -> list[str]:
+def unmeant(recipe: Recipe, topology: Topology, gathered: bool, prepared: bool) -> list[str]:
     """Warnings that need neither target nor drafter.
 
     Args:
@@ -36,7 +38,7 @@ def unmeant(recipe: Recipe, gathered: bool, prepared: bool) -> list[str]:
         found.append(
             f"warning: on_policy is set, but task is {recipe.task}, which learns from the stored answers and never reads it; set task to on_policy"
         )
-    found += _refused_here(recipe, prepared)
+    found += _refused_here(recipe, topology, prepared)
     warm_up, steps = recipe.optimizer.warmup_steps, recipe.trainer.get("max_steps")
     if isinstance(steps, int) and 0 < steps <= warm_up:
         found.append(
@@ -46,9 +48,12 @@ def unmeant(recipe: Recipe, gathered: bool, prepared: bool) -> list[str]:
     return found
 
 
-def _refused_here(recipe: Recipe, prepared: bool) -> list[str]:
+def _refused_here(recipe: Recipe, topology: Topology, prepared: bool) -> list[str]:
     """What the stages would refuse for what this machine lacks, in their words."""
+    strategy = recipe.trainer.get("strategy")
     asked: list[tuple[str, Callable[[], None]]] = [
+        ("training", partial(require_gpu, strategy, topology.accelerator)),
+        ("training", partial(require_deepspeed, strategy)),
         ("training", partial(require_library, recipe.target.weights)),
         ("training", partial(require_compiler, recipe.speed)),
     ]

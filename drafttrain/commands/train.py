@@ -12,13 +12,14 @@ from drafttrain.run import Run
 from drafttrain.tasks.checkpoints import find_last
 from drafttrain.tasks.train import train
 from drafttrain.topology import read_topology
-from drafttrain.trainer_section import trainer_arguments
+from drafttrain.trainer_section import require_deepspeed, trainer_arguments
 
 
 def run(recipe: Recipe, options: Options) -> None:
     """Train, or go on training. Raises UserError."""
     folder = options.run
     topology = read_topology(recipe.trainer.get("strategy"))
+    require_deepspeed(recipe.trainer.get("strategy"))
     trainer = trainer_arguments(recipe.trainer, folder.logs)
     with RunLock(folder.folder) if topology.rank == 0 else nullcontext():
         if topology.rank == 0:
