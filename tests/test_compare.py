@@ -7,6 +7,9 @@ import pytest
 import torch
 from drafters.test_faces import DRAFTERS, net_for
 from drafters.test_published import PUBLISHED, source, write
+from export.test_round_trip import DRAFTERS as ROUND_TRIP
+from export.test_round_trip import net_for as full_net
+from export.test_round_trip import why_not
 from safetensors.torch import load_file, save_file
 from test_cli import recipe_text
 from tiny_run import make_run
@@ -20,7 +23,7 @@ from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
 from drafttrain.export.inspect import inspect_folder
-from drafttrain.export.inspect_pair import config_differences, tensor_rows
+from drafttrain.export.inspect_pair import config_differences, names_fault, names_note, tensor_rows
 from drafttrain.types import Request
 from drafttrain.validation.compare import AT_ONCE, DRAWS, compare_tau, estimates
 
@@ -144,6 +147,66 @@ def test_shapes_in_our_own_config_are_left_to_the_tensors(tiny_llama, tmp_path):
         found.append(inspect_folder(str(tmp_path / name)))
     assert {name for name, _, _ in config_differences(*found)} == {"init_args.layers", "init_args.own_heads"}
     assert ("lm_head.weight", "-", "[256, 128] bfloat16", None) in tensor_rows(*found)
+
+
+# ---- names ------------------------------------------------------------------------------------------------------------------
+
+
+CARRIED = {"embed_tokens.weight", "lm_head.weight", "fc.bias", "d2t", "t2d"}
+"""What a form may carry of the target's, of zeros, and of the vocabulary beside what was trained."""
+FORMS = [
+    (name, asked)
+    for name in ROUND_TRIP
+    for asked in ("vllm", "sglang", "speculators", "native")
+    if not why_not(name, asked, "full", "llama")
+]
+
+
+@pytest.mark.parametrize(("name", "asked"), FORMS)
+def test_every_weight_of_a_checkpoint_is_found_in_its_export_whatever_that_calls_it(tiny_llama, tmp_path, name, asked):
+    """Against the net: the names are its own, the numbers equal, whichever is A."""
+    net = full_net(tiny_llama, name, "full")
+    save_drafter(tmp_path / "best", net, net.config, tiny_llama.identity, {})
+    export_drafter(net, tiny_llama, tmp_path / "export", ExportConfig(dtype="float32", format=asked), None)
+    best, export = (inspect_folder(str(tmp_path / each)) for each in ("best", "export"))
+    multiplied = {"lm_head.down.weight", "lm_head.up.weight"} if name == "eagle3 low-rank" and asked != "native" else set()
+    for pair in ((best, export), (export, best)):
+        rows = tensor_rows(*pair)
+        assert {row[0] for row in rows if row[3] == 0} == net.state_dict().keys() - multiplied
+        assert {row[0] for row in rows if row[3] != 0} <= CARRIED | multiplied
+        assert names_fault(*pair) is None
+        told = names_note(*pair) or ""
+        assert bool(told) == any(key not in export.folder.tensors for key in net.state_dict().keys() - multiplied), told
+
+
+def test_exports_in_two_forms_are_paired_and_a_changed_number_is_found_under_our_name(tiny_llama, tmp_path, capsys):
+    net = net_for(tiny_llama, DRAFTERS["eagle3"])
+    for asked in ("vllm", "speculators"):
+        export_drafter(net, tiny_llama, tmp_path / asked, ExportConfig(dtype="float32", format=asked), None)
+    weights = load_file(tmp_path / "speculators" / "model.safetensors")
+    weights["layers.0.mlp.up_proj.weight"][0, 0] += 2
+    save_file(weights, tmp_path / "speculators" / "model.safetensors")
+    rows = {
+        name: gap for name, _, _, gap in tensor_rows(*(inspect_folder(str(tmp_path / each)) for each in ("speculators", "vllm")))
+    }
+    assert rows.pop("midlayer.mlp.up_proj.weight") == pytest.approx(2) and rows.pop("embed_tokens.weight") is None
+    assert rows.keys() == net.state_dict().keys() - {"midlayer.mlp.up_proj.weight"} | {"d2t", "t2d"} and not any(rows.values())
+    main(["compare", str(tmp_path / "speculators"), str(tmp_path / "vllm")])
+    note = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: tensors are told"))
+    assert "A calls midlayer." in note and " layers.0." in note and "B calls" not in note
+
+
+def test_where_names_tell_nothing_it_is_said_and_the_code_is_not_0(tiny_llama, tmp_path, capsys):
+    """Medusa's own project and vLLM call every tensor differently, and neither as we do; of two classes nobody expects it."""
+    for name in ("medusa", "medusa of vllm"):
+        config, make, _ = PUBLISHED[name]
+        write(tmp_path / name.replace(" ", "-"), *make(source(tiny_llama, config)))
+    net = net_for(tiny_llama, DRAFTERS["hydra"])
+    save_drafter(tmp_path / "best", net, net.config, tiny_llama.identity, {})
+    assert main(["compare", str(tmp_path / "medusa"), str(tmp_path / "medusa-of-vllm")]) == 2
+    assert "error: A and B name their tensors differently (such as 0.0.linear.bias and blocks." in capsys.readouterr().err
+    main(["compare", str(tmp_path / "medusa"), str(tmp_path / "best")])
+    assert "differently" not in "".join(capsys.readouterr())
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from drafttrain.commands.folder_options import CompareOptions
 from drafttrain.data.store import TokenStore
 from drafttrain.errors import UserError, printable
 from drafttrain.export.inspect import inspect_folder, require_sound
-from drafttrain.export.inspect_pair import both_say, config_differences, tensor_rows
+from drafttrain.export.inspect_pair import both_say, config_differences, names_fault, names_note, tensor_rows
 from drafttrain.files import write_json_atomic
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
@@ -21,8 +21,8 @@ from drafttrain.validation.compare import Compared, compare_tau
 
 
 def run(options: CompareOptions, recipe: Recipe | None) -> None:
-    """Print the tables, and write them as JSON where asked. Raises UserError, behind all of that, with a line for each fault of a folder: none but one
-    that keeps the drafter from being built stops the measuring."""
+    """Print the tables, and write them as JSON where asked. Raises UserError, behind all of that, with a line for each fault of a folder, and one where
+    no tensors could be compared: none but one that keeps the drafter from being built stops the measuring."""
     if options.json is not None:
         _require_file(options.json)
     a, b = inspect_folder(options.a), inspect_folder(options.b)
@@ -33,6 +33,12 @@ def run(options: CompareOptions, recipe: Recipe | None) -> None:
     rows = [(printable(name), _short(x), _short(y)) for name, x, y in configs]
     alike = "configurations say the same" if both_say(a, b) else "configurations are not compared: not both can be read"
     _print_table(("configuration", "A", "B"), rows, alike)
+    if note := names_note(a, b):
+        print(f"note: {printable(note)}")
+    if (unpaired := names_fault(a, b)) and recipe is None:
+        faults.append(printable(unpaired))
+    elif unpaired:  # tau is compared
+        print(f"note: {printable(unpaired)}")
     equal = "tensors are equal, number for number" if tensors else "no tensors to compare"
     different = _different(tensors)
     _print_table(("tensor", "A", "B", "largest difference"), different, equal)

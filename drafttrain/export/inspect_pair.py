@@ -1,13 +1,26 @@
-"""Two folders of drafters side by side: what their configurations say differently, and their tensors."""
+"""Two folders of drafters side by side: what their configurations say differently, and their tensors.
+
+Layouts call one tensor by several names, or keep it in several pieces. Where the two folders are of two layouts, pairs are found and told by the names of
+our nets, by what readers of published drafters know of each layout (drafters/published.py); exports are read by the same.
+"""
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from drafttrain.drafters.language_model import outer_name
+from drafttrain.drafters.published import recognise
+from drafttrain.drafters.published_layout import Published
+from drafttrain.errors import UserError
 from drafttrain.export.format import word
 from drafttrain.export.inspect import Inspection
+from drafttrain.export.inspect_kind import CAUSAL_LM
+from drafttrain.export.inspect_table import WRONG_TYPES
+from drafttrain.export.registry import NATIVE
 
 
 def config_differences(a: Inspection, b: Inspection) -> list[tuple[str, Any, Any]]:
@@ -49,12 +62,105 @@ def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def tensor_rows(a: Inspection, b: Inspection) -> list[tuple[str, str, str, float | None]]:
     """(name, what A has, what B has, largest difference) for each tensor, A's first; None where the two cannot be subtracted."""
-    first, second = a.folder.tensors, b.folder.tensors
+    first, second = _layouts(a, b)
     rows = []
-    for name in [*sorted(first), *sorted(second.keys() - first.keys())]:
-        x, y = first.get(name), second.get(name)
-        rows.append((name, _told(x), _told(y), _gap(x, y)))
+    for told, ours, theirs in _pairs(first, second):
+        x, y = _joined(first, ours), _joined(second, theirs)
+        rows.append((told, _told(x), _told(y), _gap(x, y)))
     return rows
+
+
+def names_note(a: Inspection, b: Inspection) -> str | None:
+    """A sentence where tensors are told by other names than they have in one of the folders."""
+    pairs = _pairs(*_layouts(a, b))
+    found = []
+    for letter, names in (("A", [(told, ours) for told, ours, _ in pairs]), ("B", [(told, theirs) for told, _, theirs in pairs])):
+        if others := [(told, called) for told, called in names if called and called != [told]]:
+            told, called = others[0]
+            found.append(f"{letter} calls {told} {' and '.join(called[:3])}{' ...' if called[3:] else ''}{_more(others)}")
+    return f"tensors are told by the names that drafttrain's training gives them: {'; '.join(found)}" if found else None
+
+
+def names_fault(a: Inspection, b: Inspection) -> str | None:
+    """A sentence where two drafters of one class have no tensor in common by name, which says nothing of their numbers. Two classes may well have none."""
+    first, second = _layouts(a, b)
+    same = first.drafter == second.drafter and first.tensors and second.tensors
+    if not same or any(ours and theirs for _, ours, theirs in _pairs(first, second)):
+        return None
+    some = [min(layout.tensors) for layout in (first, second)]
+    return (
+        f"A and B name their tensors differently (such as {some[0]} and {some[1]}), and which stands for which is not known here, so no tensors were "
+        "compared; set each beside a checkpoint of drafttrain's, whose names are known for both, or let --config RECIPE measure their tau."
+    )
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------------
+
+
+def _layouts(a: Inspection, b: Inspection) -> tuple[Published, Published]:
+    """What our tensors are called in each; in two folders of one layout, whatever it is, every name stands for itself."""
+    first, second = _layout(a), _layout(b)
+    if (first.layout, first.drafter) == (second.layout, second.drafter):
+        first, second = _as_it_stands(a, first), _as_it_stands(b, second)
+    return first, second
+
+
+def _as_it_stands(found: Inspection, layout: Published) -> Published:
+    return Published(layout.layout, layout.drafter, {}, found.folder.tensors)
+
+
+def _layout(found: Inspection) -> Published:
+    folder, config = found.folder, found.config
+    named = (folder.record or folder.made or config).get("class_path")
+    ours = Published("ours", str(named), {}, folder.tensors)
+    if folder.record is not None or config.get("model_type") == NATIVE.architecture:
+        return ours
+    if config.get("speculators_model_type") is None and any(re.fullmatch(CAUSAL_LM, name) for name in folder.tensors):
+        return Published("a language model", "Independent", {}, folder.tensors, theirs=lambda name: [outer_name(name)])
+    try:
+        return recognise(config, dict(folder.tensors), folder.where)
+    except (UserError, *WRONG_TYPES):  # inspecting has told it
+        return ours
+
+
+def _pairs(a: Published, b: Published) -> list[tuple[str, list[str], list[str]]]:
+    """(name as told, what it is called in A, and in B) for each tensor, A's first; [] where it is not there. Our own names stand in one of the two
+    folders, else nothing is found but what both call alike."""
+    both = []
+    for told in sorted(a.tensors.keys() | b.tensors.keys()):
+        names = _called(a, told), _called(b, told)
+        if all(names):
+            both.append((told, *names))
+    taken = [{name for pair in both for name in pair[side]} for side in (1, 2)]
+    of_a = [(name, [name], list[str]()) for name in a.tensors.keys() - taken[0]]
+    of_b = [(name, list[str](), [name]) for name in sorted(b.tensors.keys() - taken[1])]
+    return [*sorted([*both, *of_a]), *of_b]
+
+
+def _called(found: Published, ours: str) -> list[str]:
+    """The tensors that stand for one of ours; [] where not all of them are there, or they do not fit together."""
+    try:
+        names = found.theirs(ours)
+    except LookupError:  # of a folder that lacks what its layout goes by
+        return []
+    return names if all(name in found.tensors for name in names) and _joined(found, names) is not None else []
+
+
+def _joined(found: Published, names: Sequence[str]) -> Tensor | None:
+    parts = [found.tensors[name] for name in names]
+    if len(parts) < 2:
+        return parts[0] if parts else None
+    try:
+        return torch.cat(parts, dim=-1)
+    except RuntimeError:
+        return None
+
+
+def _more(names: Sequence[Any]) -> str:
+    return f", and {len(names) - 1} more otherwise" if len(names) > 1 else ""
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------------
 
 
 def _told(tensor: Tensor | None) -> str:
