@@ -22,6 +22,8 @@ from drafttrain.types import Layout, Sequences
 
 QUERY_MULTIPLE = 32
 """Drafting rows are padded to a multiple of this, so that shapes repeat and kernels and allocations are reused."""
+FILLS = 8
+"""How many sizes the parts of a layout that is filled up may have."""
 PREFIXES = 1
 """Last number of the seed by which prefixes are drawn, apart from the anchors of the same row."""
 
@@ -126,6 +128,37 @@ def thinned_width(queries: int, share: float) -> int:
 def padded(count: int) -> int:
     """As many drafting rows, and places that fill up to a multiple of QUERY_MULTIPLE."""
     return -(-count // QUERY_MULTIPLE) * QUERY_MULTIPLE
+
+
+def filled(layout: Layout, tokens: int, fixed_queries: bool = False) -> Layout:
+    """The same elements and drafting rows, and behind them such as count nothing, so that few sizes recur: a step that is recorded for its sizes is then
+    recorded a few times. `tokens`: of a packed row. Not for layouts of replayed rounds.
+
+    Elements, teacher rows and drafting rows (these not with `fixed_queries`, or in a thinned layout) are filled up to the next eighth of the most
+    that there could be. An element that fills is the first one again, but of depth 0: what it says is as finite as what that one says. A layout
+    without elements stays as it is.
+    """
+    (B, Q), N, M, K = layout.query_BQ.shape, len(layout.label_N), len(layout.pool_M), len(layout.dropped_K)
+    if not N:
+        return layout
+    wide = Q if fixed_queries or isinstance(layout, ThinnedLayout) else _next_eighth(Q, padded(tokens))
+    more = {"N": _next_eighth(N, K * B * wide) - N, "M": _next_eighth(M, B * tokens) - M}
+    fields = dict(vars(layout))
+    for name in ("draft_N", "cell_N"):  # both count drafting rows, of which there are more now
+        fields[name] = fields[name] // Q * wide + fields[name] % Q
+    for name, value in fields.items():
+        letters = name.rpartition("_")[2]
+        if letters in more:
+            fields[name] = torch.cat([value, value[:1].expand(more[letters])])
+        elif letters == "BQ":
+            fields[name] = pad(value, (0, wide - Q), value=-1 if name == "query_BQ" else 0)
+    fields["depth_N"][N:] = 0
+    return type(layout)(**fields)
+
+
+def _next_eighth(count: int, most: int) -> int:
+    step = padded(-(-most // FILLS))
+    return -(-count // step) * step
 
 
 def _elements(

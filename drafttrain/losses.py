@@ -43,7 +43,8 @@ class Objective:
     def terms(
         self, drafted: Drafted, student: Student, teacher: Teacher, depth: int
     ) -> tuple[dict[str, Term], dict[str, Tensor]]:
-        """Summands of the loss by the name of their count, and detached sums to be logged, whose names end in that of their count."""
+        """Summands of the loss by the name of their count, and detached sums to be logged, whose names end in that of their count. Elements of depth 0,
+        which fill a layout up, are in none."""
         raise NotImplementedError
 
 
@@ -85,7 +86,8 @@ class Distillation(Objective):
     ) -> tuple[dict[str, Term], dict[str, Tensor]]:
         loss_GN, log_q_N, right_N = score_elements(self.divergences, drafted, student, teacher, self.chunk)
         guesses = Guesses(drafted.depth_N, drafted.draft_N, drafted.drafts, depth, log_q_N.exp(), right_N)
-        weight_N = self.positions.of_guesses(guesses)
+        there_N = (drafted.depth_N > 0).float()
+        weight_N = self.positions.of_guesses(guesses) * there_N
         loss_N = torch.stack([own.weight * loss_N for own, loss_N in zip(self.divergences, loss_GN, strict=True)]).sum(0)
         logged = {"loss": loss_N, "top1": right_N.float()}
         if len(self.divergences) > 1:
@@ -94,13 +96,12 @@ class Distillation(Objective):
         for name, value_N in logged.items():
             sum_K = by_depth(value_N.detach(), drafted.depth_N, depth)
             metrics |= {f"{name}_depth_{k}": sum_K[k] for k in range(1, depth + 1)}
-        return self._reduce(weight_N * loss_N, weight_N, guesses), metrics
+        return self._reduce(weight_N * loss_N, weight_N, there_N, guesses), metrics
 
-    def _reduce(self, loss_N: Tensor, weight_N: Tensor, guesses: Guesses) -> dict[str, Term]:
+    def _reduce(self, loss_N: Tensor, weight_N: Tensor, there_N: Tensor, guesses: Guesses) -> dict[str, Term]:
         """The terms of weighted losses."""
         if self.reduction == "weights":
             return {"weights": Term(loss_N.sum(), weight_N.sum())}
-        there_N = torch.ones_like(weight_N)
         if self.reduction == "drafts":
             return {"drafts": Term(loss_N.sum(), guesses.grid(there_N, absent=0.0).amax(1).sum())}
         depth_N, depth = guesses.depth_N, guesses.depth

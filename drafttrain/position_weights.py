@@ -25,6 +25,7 @@ class Guesses:
     """What the drafter said of the scored elements, detached, and where they lie in their drafts."""
 
     depth_N: Tensor
+    """1 to K; 0 for elements that only fill a layout up (layouts.py): they lie nowhere."""
     draft_N: Tensor
     """0 <= draft < drafts; the elements of a draft have distinct depths."""
     drafts: int
@@ -37,8 +38,8 @@ class Guesses:
 
     def grid(self, values_N: Tensor, absent: float) -> Tensor:
         """[R, K]: the elements' values where they lie, `absent` where there is none. No wait for the device."""
-        empty_RK = values_N.new_full((self.drafts, self.depth), absent)
-        return empty_RK.index_put((self.draft_N, self.depth_N - 1), values_N)
+        empty = values_N.new_full((self.drafts, self.depth + 1), absent)
+        return empty.index_put((self.draft_N, self.depth_N), values_N)[:, 1:]
 
     def back(self, grid_RK: Tensor) -> Tensor:
         """[N]: what lies at the elements' places."""

@@ -64,7 +64,7 @@ class Layout:
     anchor_N: Tensor
     """Flat row of the anchor token A."""
     depth_N: Tensor
-    """k = 1, 2, ...: the element predicts token A+k."""
+    """k = 1, 2, ...: the element predicts token A+k. 0: it counts nothing, and only fills the layout up (`layouts.filled`)."""
     label_N: Tensor
     """Token id A+k, over the target's vocabulary."""
     teacher_N: Tensor

@@ -144,7 +144,7 @@ class WindowStream(IterableDataset):
     """Endless micro-batches of one rank.
 
     `layout(sequences, numbers=...) -> Layout` and `counts(layout) -> {term: count}` come from the drafter and the objective.
-    `start`: rows that were trained already. `features`: read the stored features along.
+    `start`: rows that were trained already. `features`: read the stored features along. `fill`: fills a layout up with what counts nothing.
     """
 
     def __init__(
@@ -156,9 +156,10 @@ class WindowStream(IterableDataset):
         counts: Callable[[Layout], dict[str, float]],
         start: int = 0,
         features: bool = False,
+        fill: Callable[[Layout], Layout] | None = None,
     ):
         self.store, self.plan, self.share = store, plan, share
-        self.layout, self.counts = layout, counts
+        self.layout, self.counts, self.fill = layout, counts, fill
         self.start, self.features = start, features
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -174,6 +175,8 @@ class WindowStream(IterableDataset):
         sequences = [self.sequences(row) for row in rows]
         layouts = [self.layout(s, numbers=[(self.plan.seed, g) for g in row]) for s, row in zip(sequences, rows, strict=True)]
         counts = window_counts(sequences, layouts, self.counts)
+        if self.fill is not None:
+            layouts = [self.fill(layout) for layout in layouts]
         for micro in range(share.accumulate):
             features = self.stored_features(rows[micro]) if self.features else None
             last = micro == share.accumulate - 1

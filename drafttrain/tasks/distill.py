@@ -31,13 +31,13 @@ from drafttrain.losses import Objective
 from drafttrain.target.target import Target
 from drafttrain.tasks.optimizer import OptimizerConfig, make_optimizer, token_sides
 from drafttrain.tasks.shared_target import SharedRead
-from drafttrain.tasks.speed import GraphedRead, ReadAhead, make_score, reads_ahead
+from drafttrain.tasks.speed import GraphedRead, GraphedStep, ReadAhead, make_score, reads_ahead, records_steps
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal
 from drafttrain.tasks.teacher import TargetTeacher, plainly
 from drafttrain.tasks.weights import keep_buffers, restore_buffers
 from drafttrain.tasks.window import Meter, Window, all_reduce, scored_elements
-from drafttrain.types import Features, Sequences
+from drafttrain.types import Features, Layout, Sequences
 
 
 @dataclass
@@ -96,6 +96,7 @@ class DistillTask(pl.LightningModule):
         require_taught(target, net, objective)
         self._score = make_score(net, objective, TargetTeacher(target, net), self.depth, speed.compile, speed.cpp_wrapper)
         cuda = target.device.type == "cuda"
+        self._learn = GraphedStep(self._loss, net) if records_steps(speed, target.device) else self._loss
         net.fused, net.fused_rows = speed.fused_blocks and cuda, speed.fused_rows and cuda
         net.recomputes = speed.checkpoint_activations
         target.fused_rows = net.fused_rows
@@ -120,11 +121,18 @@ class DistillTask(pl.LightningModule):
         features = self._features(batch)
         if self._ahead is not None and batch.following is not None and not self._ends_with(batch):
             self._ahead.begin(batch.following)
-        terms, metrics = self._score(batch.sequences, features, batch.layout)
-        loss = torch.stack([term.sum / self.window.divisor(name) for name, term in terms.items()]).sum()
+        loss, metrics = self._learn(batch.sequences, features, batch.layout, self.window.divisors)
         self._watch(loss.detach())
         self.meter.add({"loss": loss} | metrics)
         return loss * self._undo()
+
+    def _loss(
+        self, sequences: Sequences, features: Features, layout: Layout, divisors: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A micro-batch's part of the window's loss, and its metric sums."""
+        assert self.window is not None
+        terms, metrics = self._score(sequences, features, layout)
+        return torch.stack([term.sum / divisors[self.window.place[name]] for name, term in terms.items()]).sum(), metrics
 
     def close_window(self) -> dict[str, float]:
         """Counts a finished optimizer step. Returns the window's totals over all ranks. UserError if it had nothing to learn."""

@@ -6,8 +6,9 @@ thousand more, each tens of microseconds on the host.
 Shapes: B rows, T tokens, N scored elements, M teacher rows, Q drafting rows.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,24 +89,145 @@ class GraphedRead:
 
     def _capture(self, sequences: Sequences) -> _Captured:
         own = Sequences(*(getattr(sequences, name).clone() for name in Sequences.__dataclass_fields__))
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(2):  # libraries choose their kernels and workspaces before they are recorded
-                self.target.read_packed(own, self.taps)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            # Other threads (pinning batches, watching NCCL) go on calling CUDA meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                features = self.target.read_packed(own, self.taps)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise UserError(
-                f"speed.graph_target: the forward pass of {type(self.target.model).__name__} cannot be recorded as a CUDA graph "
-                f"({reason}); set speed.graph_target to false."
-            ) from None
+        refused = f"speed.graph_target: the forward pass of {type(self.target.model).__name__}", "set speed.graph_target to false"
+        graph, features = record(lambda: self.target.read_packed(own, self.taps), *refused)
         return _Captured(graph, own, features)
+
+
+T = TypeVar("T")
+
+
+def record(compute: Callable[[], T], what: str, way_out: str, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
+    """What `compute` launches on the device, as a CUDA graph, and what it returned: tensors that each replay overwrites. `pool`: memory of another graph
+    to be shared. UserError where something cannot be recorded."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(
+            2
+        ):  # what is compiled is compiled here, and libraries choose their kernels and workspaces, before anything is recorded
+            compute()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        # Other threads (pinning batches, watching NCCL) go on calling CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            found = compute()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{what} cannot be recorded as a CUDA graph ({reason}); {way_out}.") from None
+    return graph, found
+
+
+Loss = Callable[[Sequences, Features, Layout, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""A micro-batch's part of its window's loss, given the window's divisors, and its metric sums."""
+
+
+def records_steps(speed: SpeedConfig, device: torch.device) -> bool:
+    """Are loss and gradients replayed as CUDA graphs?"""
+    return speed.compile and speed.graph_step and device.type == "cuda"
+
+
+class GraphedStep:
+    """A micro-batch's loss and the gradients of the trained weights as one CUDA graph for each set of sizes (`layouts.filled` keeps them few).
+
+    To autograd it is one function of the weights, whose way back multiplies gradients that are there already: whatever waits for gradients (DDP, DeepSpeed,
+    accumulation) sees them as ever, though not before all are there. Of what a graph computes nothing outlives it but copies in memory outside, so all
+    graphs share the memory of the largest.
+    """
+
+    def __init__(self, loss: Loss, net: DrafterNet):
+        self._loss, self._net = loss, net
+        self._recorded: dict[tuple, _Recorded] = {}
+        self._kept: dict[tuple, list[Tensor]] = {}
+        """Sequences and features, which are large: one copy for all graphs that read such sizes."""
+        self._addresses: list[int] = []
+        self.gradients: list[Tensor] = []
+        """Of the trained weights, overwritten by each replay."""
+
+    def __call__(
+        self, sequences: Sequences, features: Features, layout: Layout, divisors: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        if not len(layout.label_N):
+            return self._loss(sequences, features, layout, divisors)
+        weights = [weight for weight in self._net.parameters() if weight.requires_grad]
+        addresses = [weight.data_ptr() for weight in weights]
+        if addresses != self._addresses:  # a graph reads weights where they were when it was recorded
+            self._recorded.clear()
+            self._addresses, self._pool = addresses, None
+            self.gradients = [torch.empty_like(weight) for weight in weights]
+        records = sequences, features, layout
+        given = [*(x for record in records for x in _tensors(record)), divisors]
+        sizes = type(layout), *(x.shape for x in given)
+        recorded = self._recorded.get(sizes)
+        if recorded is None:
+            recorded = self._recorded[sizes] = self._record(records, divisors, weights)
+        for own, new in zip(recorded.given, given, strict=True):
+            own.copy_(new, non_blocking=True)
+        said = _Replay.apply(recorded, self.gradients, *weights)
+        return said[0], dict(zip(recorded.names, said.detach()[1:].unbind(), strict=True))
+
+    def _record(self, records: tuple[Sequences, Features, Layout], divisors: Tensor, weights: Sequence[Tensor]) -> "_Recorded":
+        sequences, features, layout = records
+        large = [*_tensors(sequences), *_tensors(features)]
+        kept = self._kept.setdefault(tuple(x.shape for x in large), [x.clone() for x in large])
+        for own, new in zip(kept, large, strict=True):
+            own.copy_(new)
+        given = [*kept, *(x.clone() for x in _tensors(layout)), divisors.clone()]
+        left = iter(given)
+        own_sequences, own_features, own_layout = (_like(record, left) for record in records)
+        recorded = _Recorded(given)
+
+        def compute() -> None:
+            loss, metrics = self._loss(own_sequences, own_features, own_layout, given[-1])
+            torch._foreach_copy_(self.gradients, torch.autograd.grad(loss, weights))
+            said = torch.stack([loss.detach(), *(value.detach().float() for value in metrics.values())])
+            if recorded.said is None:  # the first time, which is not recorded: memory outside the graph
+                recorded.names, recorded.said = list(metrics), said.clone()
+            recorded.said.copy_(said)
+
+        what = f"speed.graph_step: the step of this {type(self._net.config).__name__}"
+        recorded.graph, _ = record(compute, what, "set speed.graph_step to false", self._pool)
+        self._pool = recorded.graph.pool()
+        return recorded
+
+
+@dataclass
+class _Recorded:
+    given: list[Tensor]
+    """What the graph reads, to be overwritten."""
+    graph: Any = None
+    names: list[str] = field(default_factory=list)
+    """Of the metrics."""
+    said: Tensor | None = None
+    """Loss and metrics, overwritten by each replay."""
+
+
+class _Replay(torch.autograd.Function):
+    """Loss and metrics [1 + metrics] of a recorded step; only the loss has a gradient."""
+
+    @staticmethod
+    def forward(ctx, recorded: _Recorded, gradients: list[Tensor], *weights: Tensor) -> Tensor:
+        recorded.graph.replay()
+        ctx.gradients = gradients
+        assert recorded.said is not None
+        return recorded.said.clone()
+
+    @staticmethod
+    def backward(ctx, grad_said: Tensor):
+        return None, None, *torch._foreach_mul(ctx.gradients, grad_said[0])
+
+
+def _tensors(record: Sequences | Features | Layout) -> list[Tensor]:
+    """Those of its fields that there are."""
+    fields = (getattr(record, name) for name in record.__dataclass_fields__)
+    return [x for x in fields if x is not None]
+
+
+def _like(record: Any, tensors: Iterator[Tensor]) -> Any:
+    """Such a record of other tensors."""
+    fields = (getattr(record, name) for name in record.__dataclass_fields__)
+    return type(record)(*(None if x is None else next(tensors) for x in fields))
 
 
 def reads_ahead(speed: SpeedConfig, device: torch.device) -> bool:

@@ -3,8 +3,10 @@
 import os
 import shutil
 from dataclasses import dataclass
+from typing import Any
 
 from drafttrain.errors import UserError
+from drafttrain.tasks.strategy import divides_weights
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,10 @@ class SpeedConfig:
     cpp_wrapper: bool = False
     """With `compile`: let compiled C++ instead of Python launch those kernels (torch's option of the same name), for small drafters, whose steps wait for
     launches. Needs a C++ compiler (the variable CXX, or g++), and another minute at the first start."""
+    graph_step: bool = False
+    """With `compile`, on a GPU: record the loss and its gradients as CUDA graphs and replay them, for small drafters, whose steps wait for launches (then
+    `cpp_wrapper` gains nothing more). Layouts are filled up so that few sizes recur, each of which is recorded once; gradients are held twice. Not with
+    fp16 or DeepSpeed ZeRO-3. Without a GPU, and on policy, it changes nothing."""
     graph_target: bool = False
     """On a GPU, replay the target's forward pass as one CUDA graph; without a GPU it changes nothing."""
     overlap_target: bool = False
@@ -43,4 +49,25 @@ def require_compiler(speed: SpeedConfig) -> None:
         raise UserError(
             f"speed.cpp_wrapper: the step is to be compiled as C++, but {compiler} is not on this machine; install one, name yours in the variable CXX, "
             "or set speed.cpp_wrapper to false."
+        )
+
+
+def require_recordable(speed: SpeedConfig, trainer: dict[str, Any]) -> None:
+    """UserError if a step is to be recorded that cannot be. `trainer`: the recipe's section, its classes built or not."""
+    if not speed.graph_step:
+        return
+    if not speed.compile:
+        raise UserError(
+            "speed.graph_step records compiled steps, but speed.compile is false; set it to true, or speed.graph_step to false."
+        )
+    precision = str(trainer.get("precision", "32-true"))
+    if precision in ("16-mixed", "16", "16-true"):
+        raise UserError(
+            f"speed.graph_step: trainer.precision is {precision}, whose losses are scaled behind the recorded step, when its gradients are computed "
+            "already; use bf16-mixed, or set speed.graph_step to false."
+        )
+    if divides_weights(trainer.get("strategy")):
+        raise UserError(
+            "speed.graph_step: trainer.strategy is DeepSpeed ZeRO-3, which brings each layer's weights when it is their turn, to another place each time; "
+            "use recipes/hardware/zero2.yaml, or set speed.graph_step to false."
         )

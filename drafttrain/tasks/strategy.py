@@ -9,3 +9,12 @@ def uses_deepspeed(strategy: Any) -> bool:
         strategy = strategy.get("class_path", "")
     name = strategy if isinstance(strategy, str) else type(strategy).__name__
     return "deepspeed" in name.lower()
+
+
+def divides_weights(strategy: Any) -> bool:
+    """Does it, in any of those forms, mean DeepSpeed ZeRO-3?"""
+    if not uses_deepspeed(strategy):
+        return False
+    if isinstance(strategy, dict):
+        return strategy.get("init_args", {}).get("stage") == 3
+    return "stage_3" in strategy if isinstance(strategy, str) else bool(strategy.zero_stage_3)

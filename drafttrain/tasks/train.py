@@ -34,6 +34,7 @@ from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.drafters.warm_start import WarmStart, keep_vocabulary, kept_vocabulary
 from drafttrain.errors import UserError
 from drafttrain.files import require_space
+from drafttrain.layouts import filled
 from drafttrain.losses import Objective
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
@@ -51,7 +52,7 @@ from drafttrain.tasks.optimizer import OptimizerConfig, token_sides, turned_by_m
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turns
 from drafttrain.tasks.sections import Sections, recipe_facts
-from drafttrain.tasks.speed import reads_ahead
+from drafttrain.tasks.speed import reads_ahead, records_steps
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed
@@ -224,7 +225,9 @@ def _stream(
     for line in plan_arithmetic(plan, share, sections.max_steps):
         say(line)
     counts = partial(sections.objective.counts, depth=net.needs.depth)
-    return WindowStream(store, plan, share, net.layout, counts, position.rows, data.features == "stored")
+    recorded = records_steps(sections.speed, target.device)
+    fill = partial(filled, tokens=data.length, fixed_queries=net.fixed_queries) if recorded else None
+    return WindowStream(store, plan, share, net.layout, counts, position.rows, data.features == "stored", fill)
 
 
 def _loader(sections: Sections, stream: WindowStream, device: torch.device) -> Iterable[MicroBatch]:

@@ -10,7 +10,7 @@ from drafttrain.tasks.on_policy_start import require_refreshes, require_streams,
 from drafttrain.tasks.optimizer import require_whole_matrices
 from drafttrain.tasks.sections import Sections
 from drafttrain.tasks.shared_target import Processes, require_no_answers, require_sharers
-from drafttrain.tasks.speed_config import require_compiler
+from drafttrain.tasks.speed_config import require_compiler, require_recordable
 from drafttrain.tasks.strategy import uses_deepspeed
 
 OURS = {"max_epochs": -1, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -27,6 +27,7 @@ def require_sections(sections: Sections, topology: Processes) -> None:
     sections.lora.require_start(checkpoint.start)
     require_library(target.weights)
     require_compiler(speed)
+    require_recordable(speed, sections.trainer)
 
 
 def require_start(sections: Sections, saved: Saved | None) -> None:

@@ -42,12 +42,10 @@ class Window:
             self._host = torch.empty(len(self.names), dtype=torch.float32, pin_memory=True).copy_(self.vector, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record()
-        self._place = {name: i for i, name in enumerate(self.names)}
-
-    def divisor(self, name: str) -> Tensor:
-        """A count over the whole window, on the device; 1 where it is 0, since what it divides is 0 too."""
-        count = self.vector[self._place[name]]
-        return torch.where(count > 0, count, 1.0)
+        self.place = {name: i for i, name in enumerate(self.names)}
+        """Where each count lies in `divisors`; the same in every window of a run."""
+        self.divisors = torch.where(self.vector > 0, self.vector, 1.0)
+        """Counts over the whole window, on the device; 1 where one is 0, since what it divides is 0 too."""
 
     def totals(self) -> dict[str, float]:
         """All numbers on the host. Waits until they have arrived."""
@@ -60,7 +58,7 @@ class Meter:
     """Sums since the last log: local ones on the device (no host sync), window totals on the host."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
+        self._sums: dict[tuple[str, ...], Tensor] = {}
         self._totals: dict[str, float] = {}
         self._windows = 0
         self.start()
@@ -70,10 +68,9 @@ class Meter:
         self._since = time.monotonic()
 
     def add(self, sums: dict[str, Tensor]) -> None:
-        """Adds one micro-step's detached sums of this rank."""
-        for name, value in sums.items():
-            value = value.detach().float()
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
+        """Adds one micro-step's detached sums of this rank: as one vector, since each addition is a kernel that the host has to launch."""
+        names, vector = tuple(sums), torch.stack([value.detach().float() for value in sums.values()])
+        self._sums[names] = self._sums[names] + vector if names in self._sums else vector
 
     def close_window(self, totals: dict[str, float]) -> None:
         """Adds one window's totals over all ranks."""
@@ -90,9 +87,13 @@ class Meter:
 
         `loss` is the mean of the windows' losses; any other is a sum over the count whose name it ends in, the longest such.
         """
-        names = sorted(self._sums)
-        values = all_reduce(torch.stack([self._sums[name] for name in names])).tolist()
-        sums, totals = dict(zip(names, values, strict=True)), self._totals
+        added: dict[str, Tensor] = {}
+        for names, vector in self._sums.items():
+            for name, value in zip(names, vector.unbind(), strict=True):
+                added[name] = added[name] + value if name in added else value
+        ordered = sorted(added)
+        values = all_reduce(torch.stack([added[name] for name in ordered])).tolist()
+        sums, totals = dict(zip(ordered, values, strict=True)), self._totals
         means = {"loss": sums.pop("loss") / max(self._windows, 1)}
         for name, value in sums.items():
             counts = [

@@ -22,9 +22,8 @@ CPU = torch.device("cpu")
 def test_a_window_knows_its_divisors_and_totals():
     local = {"depth_1": 6.0, "depth_2": 0.0, "weights": 0.25, "tokens": 20.0, "dropped": 1.0}
     window = Window(local, stop=True, device=CPU)
-    assert float(window.divisor("depth_1")) == 6.0
-    assert float(window.divisor("depth_2")) == 1.0  # nothing counts: its sum is 0 and must stay 0
-    assert float(window.divisor("weights")) == 0.25
+    divisor = {name: float(window.divisors[place]) for name, place in window.place.items()}
+    assert divisor == local | {"depth_2": 1.0, "stop": 1.0}  # of depth_2 nothing counts: its sum is 0 and must stay 0
     assert window.totals() == local | {"stop": 1.0}
 
 
