@@ -16,7 +16,7 @@ import os
 import select
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -167,10 +167,12 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
         "push": "export.push", "checkpoint": "export.checkpoint", "dry_run": "export.dry_run", "size": "drafter.init_args.draft_vocab",
         "max_tokens": "validate.max_tokens",
     }  # fmt: skip
+    typed = {}
     for flag, key in stands_for.items():
         if getattr(known, flag, None):
             overrides.append((key, getattr(known, flag)))
-    recipe = _recipe(known.config, overrides)
+            typed[key] = f"--{flag.replace('_', '-')}"
+    recipe = _recipe(known.config, overrides, typed)
     kind = TrimOptions if command == "trim" else Options
     extra = {
         name: getattr(known, name) for name in ("prompt", "prompts", "draft", "counts", "out", "finished") if hasattr(known, name)
@@ -178,8 +180,8 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
     return recipe, kind(Run(known.runs / recipe.name), **extra)
 
 
-def _recipe(configs: Sequence[str], overrides: Sequence[tuple[str, str]]) -> Recipe:
-    recipe, notes = load_recipe(configs, overrides)
+def _recipe(configs: Sequence[str], overrides: Sequence[tuple[str, str]], typed: Mapping[str, str] | None = None) -> Recipe:
+    recipe, notes = load_recipe(configs, overrides, typed)
     if speaks():
         for note in notes:
             print(f"note: {note}", file=sys.stderr)

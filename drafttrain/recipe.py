@@ -8,7 +8,7 @@ trainer is made (`trainer_section.py`), because importing Lightning takes second
 import argparse
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -113,12 +113,15 @@ class Recipe:
         return plain(self, BASES)
 
 
-def load_recipe(configs: Sequence[str | Path], overrides: Sequence[tuple[str, str]] = ()) -> tuple[Recipe, list[str]]:
+def load_recipe(
+    configs: Sequence[str | Path], overrides: Sequence[tuple[str, str]] = (), typed: Mapping[str, str] | None = None
+) -> tuple[Recipe, list[str]]:
     """Read, merge and build a recipe.
 
     Args:
         configs: YAML files; later ones win.
         overrides: `("optimizer.lr", "6e-4")` pairs, over the files.
+        typed: Place -> the flag that was typed for it, where that has another name (`--max-tokens`).
 
     Returns:
         The recipe, and notes on what the merge dropped.
@@ -128,7 +131,7 @@ def load_recipe(configs: Sequence[str | Path], overrides: Sequence[tuple[str, st
     """
     if not configs:
         raise UserError("no recipe: pass --config, e.g. --config recipes/smollm2-135m/eagle3.yaml.")
-    written = read_all([Path(c) for c in configs], overrides)
+    written = read_all([Path(c) for c in configs], overrides, typed)
     return build_recipe(written), written.notes
 
 

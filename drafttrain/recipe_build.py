@@ -155,10 +155,17 @@ class Builder:
         try:
             return cls(**values)
         except UserError as error:
-            self.errors.append(str(error))
+            self.errors.append(self._with_flag(str(error), place, fields))
         except (ValueError, TypeError) as error:
             self.errors.append(f"'{place}'{self.written.origin(place)}: {error}")
         return None
+
+    def _with_flag(self, sentence: str, place: str, fields: Iterable[str]) -> str:
+        """A dataclass's own sentence about a key of it, with the flag that was typed for that where it has another name."""
+        for here in (join(place, key) for key in fields):
+            if here in self.written.flags and sentence.startswith(f"{here} "):
+                return f"{here} ({self.written.flags[here]}){sentence[len(here) :]}"
+        return sentence
 
     def _is_section(self, hint: Any) -> bool:
         return hint in self.bases or (inspect.isclass(hint) and dataclasses.is_dataclass(hint))

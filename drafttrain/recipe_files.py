@@ -5,7 +5,7 @@ A *place* is a dotted path such as `drafter.init_args.taps`; the items of a list
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class Written:
     where: dict[str, str] = field(default_factory=dict)
     raw: dict[str, str] = field(default_factory=dict)
     """Values from the command line as typed: a text field takes `123` as it stands."""
+    flags: dict[str, str] = field(default_factory=dict)
+    """Places that were set by a flag of another name, and that flag (`--max-tokens`)."""
     notes: list[str] = field(default_factory=list)
     """What the merge did that nobody asked for by name: announced, never silent."""
 
@@ -100,13 +102,13 @@ def read_file(path: Path) -> Written:
     return written
 
 
-def read_all(configs: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> Written:
-    """Merge files from left to right, then the flags (`place`, `value as typed`).
+def read_all(configs: Sequence[Path], overrides: Sequence[tuple[str, str]], typed: Mapping[str, str] | None = None) -> Written:
+    """Merge files from left to right, then the flags (`place`, `value as typed`). `typed`: as `Written.flags`.
 
     Raises:
         UserError: as `read_file` and `load_value`; a flag that goes through something that is not a section.
     """
-    result = Written()
+    result = Written(flags=dict(typed or {}))
     for path in configs:
         read = read_file(path)
         result.where.update(read.where)
@@ -118,8 +120,9 @@ def read_all(configs: Sequence[Path], overrides: Sequence[tuple[str, str]]) -> W
             layer = {key: layer}
         for below in [p for p in result.where if p.startswith((f"{place}.", f"{place}["))]:
             del result.where[below]
-        merge(result.tree, layer, "", f"--{place}", result.notes)
-        result.where[place] = f"--{place}"
+        flag = result.flags.get(place, f"--{place}")
+        merge(result.tree, layer, "", flag, result.notes)
+        result.where[place] = flag
         result.raw[place] = text
     return result
 

@@ -144,7 +144,7 @@ def test_generate_says_when_it_stopped_at_its_limit_and_what_lifts_it(made, caps
 
     monkeypatch.setattr("drafttrain.commands.generate.generate", answer)
     assert main(["generate", *flags(made), "--prompt", "hello", "--validate.max_tokens", "5"]) == 0
-    said = "stopped at its limit of 5 tokens (validate.max_tokens); for a longer answer add --validate.max_tokens 20\n"
+    said = "stopped at its limit of 5 tokens (validate.max_tokens); for a longer answer give --max-tokens 20\n"
     assert capsys.readouterr().out.endswith(said) != stopped
 
 

@@ -257,7 +257,38 @@ def test_generate_takes_max_tokens_without_its_section(tmp_path, capsys):
     for typed in ("--max-tokens 40", "--max-tokens=40", "--validate.max_tokens 40"):
         recipe, _ = parse("generate", "", [*flags, "--prompt", "hello", *typed.split()])
         assert recipe.validate.max_tokens == 40
-    assert main(["generate", *flags, "--prompt", "hello", "--max-tokens", "many"]) == 2
-    assert "'validate.max_tokens' (--validate.max_tokens) should be int" in capsys.readouterr().err
     assert main(["train", *flags, "--max-tokens", "40"]) == 2
     assert "unknown key 'max-tokens'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value", "sentence"),
+    [
+        ("generate", "--max-tokens", "many", "'validate.max_tokens' (--max-tokens) should be int, got 'many' (str)."),
+        (
+            "generate",
+            "--max-tokens",
+            "0",
+            "validate.max_tokens (--max-tokens) is 0, but must be at least 1: set it to 1 or more.",
+        ),
+        (
+            "generate",
+            "--validate.max_tokens",
+            "many",
+            "'validate.max_tokens' (--validate.max_tokens) should be int, got 'many' (str).",
+        ),
+        ("generate", "--validate.max_tokens", "0", "validate.max_tokens is 0, but must be at least 1: set it to 1 or more."),
+        ("export", "--push", "me", "export.push (--push) is 'me', but a Hub repository is named owner/name."),
+        ("trim", "--size", "1", "drafter.init_args.draft_vocab (--size) is 1, but must be a number of tokens (at least 2), "),
+    ],
+)
+def test_a_refused_value_is_told_with_the_flag_that_was_typed(tmp_path, capsys, command, flag, value, sentence):
+    assert main([command, *recipe_of(tmp_path, tmp_path), flag, value]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {sentence}")
+
+
+def test_the_flag_without_its_section_counts_where_both_are_given(tmp_path):
+    """So it is the one that a stopped answer advises."""
+    both = ["--validate.max_tokens", "5", "--max-tokens", "20"]
+    for order in (both, both[2:] + both[:2]):
+        assert parse("generate", "", [*recipe_of(tmp_path, tmp_path), *order])[0].validate.max_tokens == 20

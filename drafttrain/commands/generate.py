@@ -42,6 +42,6 @@ def run(recipe: Recipe, options: Options) -> None:
     console.print(Text.assemble(summary, guessed, ", the rest said by the target"), soft_wrap=True)
     if not rollout.stopped:
         console.print(
-            f"stopped at its limit of {limit} tokens (validate.max_tokens); for a longer answer add --validate.max_tokens {4 * limit}",
+            f"stopped at its limit of {limit} tokens (validate.max_tokens); for a longer answer give --max-tokens {4 * limit}",
             soft_wrap=True,
         )
