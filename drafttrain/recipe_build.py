@@ -17,7 +17,7 @@ from typing import Any
 from jsonargparse import ArgumentError, ArgumentParser
 
 from drafttrain.errors import UserError
-from drafttrain.recipe_files import CLASS_KEYS, Written
+from drafttrain.recipe_files import CLASS_KEYS, Endless, Written
 
 LARGEST = 2**63 - 1
 """The largest whole number that Python's containers and torch count with; both stop at a larger one with an error of their own."""
@@ -210,9 +210,12 @@ class Builder:
         return self.build(cls, given.get("init_args"), f"{place}.init_args")
 
     def _leaf(self, hint: Any, given: Any, place: str) -> Any:
-        typed = self.written.raw.get(place)
-        if typed is not None and given is not None and not isinstance(given, str) and takes_text(hint):
+        typed, is_text = self.written.raw.get(place), isinstance(given, str) and not isinstance(given, Endless)
+        if typed is not None and given is not None and not is_text and takes_text(hint):
             given = typed  # a text field takes `123` as it stands
+        elif _holds_endless(given):
+            self._require_countable(given, place)
+            return None
         if (typing.get_origin(hint) or hint) is dict and isinstance(given, dict):
             self._require_countable(given, place)
             return given  # free content: jsonargparse would look for classes in it
@@ -241,10 +244,17 @@ class Builder:
         elif isinstance(value, list | tuple):
             for i, inner in enumerate(value):
                 self._require_countable(inner, f"{place}[{i}]")
-        elif isinstance(value, int) and abs(value) > LARGEST:
+        elif isinstance(value, Endless) or (isinstance(value, int) and abs(value) > LARGEST):
+            told = f"a whole number written in {len(value):,} characters" if isinstance(value, Endless) else value
             self.errors.append(
-                f"'{place}'{self.written.origin(place)} is {value}, but whole numbers lie between -2^63 and 2^63 (about 9.2e18) here; give one that does."
+                f"'{place}'{self.written.origin(place)} is {told}, but whole numbers lie between -2^63 and 2^63 (about 9.2e18) here; give one that does."
             )
+
+
+def _holds_endless(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_holds_endless, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, Endless)
 
 
 def accepts_bool(hint: Any) -> bool:

@@ -37,6 +37,24 @@ _Loader.add_implicit_resolver(
 )
 
 
+class Endless(str):
+    """A whole number with more digits than Python reads or writes (4,300 of them), as it was written: its place refuses it, in a sentence."""
+
+
+def _whole(loader: _Loader, node: yaml.ScalarNode) -> int | Endless:
+    try:
+        number = loader.construct_yaml_int(node)
+        str(number)  # one in hexadecimal digits is read, and cannot be shown
+    except ValueError as error:
+        if "limit" not in str(error):  # of digits; else it is no number, whatever its tag says
+            raise
+        return Endless(node.value)
+    return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole)
+
+
 @dataclass
 class Written:
     """What the user wrote: nested dicts, and where each place was written."""

@@ -291,6 +291,37 @@ def test_a_number_that_nothing_counts_to_is_refused_by_its_place(place, value, n
     assert load_recipe([base], [("adapt.buffer", str(2**63 - 1))])[0].adapt.buffer == 2**63 - 1
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "-" + "9" * 5000, "0x" + "f" * 5000], ids=["long", "negative", "hexadecimal"])
+@pytest.mark.parametrize(
+    ("place", "named", "around"),
+    [
+        ("optimizer.warmup_steps", "optimizer.warmup_steps", "{}"),
+        ("optimizer.lr", "optimizer.lr", "{}"),
+        ("drafter.init_args.taps", "drafter.init_args.taps[1]", "[0, {}]"),
+        ("drafter.init_args.draft_vocab", "drafter.init_args.draft_vocab", "{}"),
+        ("trainer.max_steps", "trainer.max_steps", "{}"),
+        ("trainer.profiler", "trainer.profiler.init_args[0].x", "{{init_args: [{{x: {}}}]}}"),
+    ],
+)
+def test_a_number_that_python_does_not_write_is_refused_by_its_place(place, named, around, number, base, write):
+    """Python's own limit (4,300 digits) once ended in its ValueError. From a flag and from a file."""
+    value = around.format(number)
+    words = f"is a whole number written in {len(number):,} characters, but whole numbers lie between -2^63 and 2^63"
+    assert refused([base], (place, value)).startswith(f"'{named}' (--{place}) {words}")
+    *above, last = place.split(".")
+    nested = "".join(f"{key}: {{" for key in above) + f"{last}: {value}" + "}" * len(above)
+    assert re.match(
+        re.escape(f"'{named}' (") + r"\S*long.yaml line 1\) " + re.escape(words), refused([base, write(nested, "long.yaml")])
+    )
+
+
+def test_where_no_number_is_wanted_a_long_one_is_as_any_other(base):
+    digits = "9" * 5000
+    assert load_recipe([base], [("target.revision", digits)])[0].target.revision == digits  # text, as it stands
+    assert "should hold keys" in refused([base], ("optimizer", digits))
+    assert "names no drafter" in refused([base], ("drafter.class_path", digits))
+
+
 def test_a_whole_number_too_long_for_a_float_is_refused(base):
     with pytest.raises(UserError, match=r"'optimizer\.lr' .* should be float, got 10000"):
         load_recipe([base], [("optimizer.lr", "1" + 400 * "0")])
