@@ -329,7 +329,7 @@ def test_taps_outside_the_target(made, capsys):
 
 def test_push_names_a_repository(made, capsys):
     assert main(["export", *flags(made), "--push", "no-owner"]) == 2
-    assert "export.push is 'no-owner'" in capsys.readouterr().err
+    assert "export.push (--push) is 'no-owner'" in capsys.readouterr().err
 
 
 def test_flags():

@@ -13,7 +13,7 @@ Weak scaling: each process has the recipe's rows, so N processes train N times a
     efficiency = tokens/s of N processes / (N x tokens/s of the fewest)        both behind --warmup steps
 
 Loss curves: --global-rows rows a step, however many processes share them out, for DDP and each stage of ZeRO (recipes/hardware/*.yaml, neither compiled nor
-as graphs). The mean distance of a curve from the first one stands beside the mean distance of that one from one with another
+as graphs, unless --fast-curves: then as the recipes and flags have it). The mean distance of a curve from the first one stands beside the mean distance of that one from one with another
 seed (other first weights, another order of the chats).
 """
 
@@ -165,10 +165,10 @@ def weak_scaling(runs: Runs, processes: list[int], steps: int, warmup: int) -> l
 
 
 def loss_curves(
-    runs: Runs, processes: list[int], ways: list[str], steps: int, rows: int, seed: int, at_once: int = 1
+    runs: Runs, processes: list[int], ways: list[str], steps: int, rows: int, seed: int, at_once: int = 1, fast: bool = False
 ) -> list[str]:
     """A table, one line for each way and number of processes."""
-    plain = {"speed.compile": "false", "speed.graph_target": "false"}
+    plain = {} if fast else {"speed.compile": "false", "speed.graph_target": "false"}
     changes = NO_PAUSE | plain | {"trainer.max_steps": steps, "trainer.log_every_n_steps": 1}
     wanted = []
     for way in ways:
@@ -226,6 +226,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--curve-steps", type=int, default=100, help="0: no loss curves")
     parser.add_argument("--global-rows", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=1, help="loss curves side by side; speeds are never measured so")
+    parser.add_argument("--fast-curves", action="store_true", help="loss curves of compiled steps, and graphs where recipes and flags ask for them")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--chats", type=int, default=2000, help="random ones")
@@ -264,7 +265,7 @@ def main() -> None:
     if args.curve_steps:
         print(
             "\n".join(
-                loss_curves(runs, args.processes, args.curves, args.curve_steps, args.global_rows, args.seed, args.at_once)
+                loss_curves(runs, args.processes, args.curves, args.curve_steps, args.global_rows, args.seed, args.at_once, args.fast_curves)
             ),
             flush=True,
         )

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from drafters.test_dflash import wide_heads
 from tasks.test_accumulation import TEXT, Case
 from tasks.test_no_waits import case
 from tasks.test_speed import packed
@@ -196,12 +197,13 @@ def test_what_can_be_is_not(tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("name", ["dflash", "eagle3", "hass"])
-def test_on_a_gpu_a_run_of_recorded_steps_logs_the_same(tmp_path, target_folders, name, precision):
+def test_on_a_gpu_a_run_of_recorded_steps_logs_the_same(tmp_path, name, precision):
     """HASS without its noise, which is drawn for places that a filled layout has more of."""
     drafter, objective = (Eagle3(taps=[0, 1, 3], depth=4, draft_vocab=200), Distillation()) if name == "eagle3" else case(name)
     if name == "hass":
         drafter = replace(drafter, noise=0.0)
-    target = load_target(TargetConfig(path=str(target_folders("llama"))), device="cpu")
+    folder = wide_heads(tmp_path / "target")
+    target = load_target(TargetConfig(path=str(folder)), device="cpu")
     plain, recorded = (make_run(tmp_path / kind, target) for kind in ("plain", "recorded"))
     trainer = {"max_steps": 8, "accumulate_grad_batches": 2, "precision": precision, "gradient_clip_val": 1.0}
     for run, flag in ((plain, False), (recorded, True)):
