@@ -208,9 +208,7 @@ def test_on_a_gpu_a_run_of_recorded_steps_logs_the_same(tmp_path, name, precisio
     trainer = {"max_steps": 8, "accumulate_grad_batches": 2, "precision": precision, "gradient_clip_val": 1.0}
     for run, flag in ((plain, False), (recorded, True)):
         settings = {"compile": True, "graph_step": flag, "graph_target": True, "fused_blocks": precision != "32-true"}
-        start(
-            run, target_folders("llama"), read_topology(), drafter=drafter, objective=objective, trainer=trainer, speed=settings
-        )
+        start(run, folder, read_topology(), drafter=drafter, objective=objective, trainer=trainer, speed=settings)
     near = 1e-4 if precision == "32-true" else 2e-2
     for column in ("train/loss", "train/top1_depth_1"):
         assert logged(recorded, column) == pytest.approx(logged(plain, column), rel=near, abs=2e-2)
