@@ -218,3 +218,8 @@ def test_what_lightning_lets_pass_for_a_count_is_refused(planned):
         "trainer.accumulate_grad_batches is null, but must be 1 or more"
         in planned(code=2, trainer={"accumulate_grad_batches": None})[1][-1]
     )
+
+
+def test_a_step_that_cannot_be_recorded_is_refused_by_the_plan_too(planned):
+    _, lines = planned(code=2, speed={"graph_step": True})
+    assert lines[-1].startswith("error: speed.graph_step records compiled steps, but speed.compile is false")

@@ -45,6 +45,7 @@ from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_start import drafts_of, require_text
 from drafttrain.tasks.optimizer import require_whole_matrices, token_sides, turned_by_muon
 from drafttrain.tasks.shared_target import require_no_answers
+from drafttrain.tasks.speed_config import require_recordable
 from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.topology import Topology, read_topology
 from drafttrain.trainer_section import trainer_arguments
@@ -59,6 +60,7 @@ def run(recipe: Recipe, options: Options) -> None:
     """Print the plan. Raises UserError for everything that `train` would refuse before it loads anything."""
     topology = read_topology()
     require_whole_matrices(recipe.optimizer, recipe.trainer.get("strategy"))
+    require_recordable(recipe.speed, recipe.trainer)
     require_no_answers(recipe.speed, recipe.checkpoint, recipe.task == "on_policy", recipe.target.weights)
     recipe.lora.require_start(recipe.checkpoint.start)
     trainer_arguments(recipe.trainer, options.run.logs, elsewhere=True)

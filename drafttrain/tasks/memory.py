@@ -51,7 +51,7 @@ KINDS = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": 
 """trainer.precision without its second half."""
 TARGET, DRAFTER, GRADIENTS, OPTIMIZER = "target's weights", "drafter's weights", "gradients", "optimizer"
 BATCH, READ, FORWARD, BACKWARD = "batch", "target's reading", "drafter and objective, forward", "backward"
-OTHERS = "libraries and DDP"
+OTHERS, RECORDED = "libraries and DDP", "recorded step's copies"
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,10 @@ def _train(
 
     with live:
         ahead: Features | None = None
+        if step.speed.compile and step.speed.graph_step:  # of what a replay reads and what it leaves behind
+            of_features = sequences.ids_BT.numel() * (len(net.needs.taps) + 1) * target.hidden * target.dtype.itemsize
+            of_gradients = sum(weight.numel() * weight.element_size() for weight in net.parameters() if weight.requires_grad)
+            live.add(RECORDED, of_features + of_gradients)
         for _ in range(2):
             for micro in range(min(step.accumulate, 2)):
                 live.now = BATCH

@@ -128,6 +128,9 @@ def test_gradients_of_rows_without_scores_on_a_gpu(tmp_path, name, compile):
     target = load_target(TargetConfig(path=str(wide_heads(tmp_path)), dtype="float32"), device="cuda")
     config = DRAFTERS[name]
     config = replace(config, head_dim=16) if hasattr(config, "head_dim") else config
+    config = (
+        replace(config, noise=0.0) if hasattr(config, "noise") else config
+    )  # a compiled step draws other numbers of the same seed
     torch.manual_seed(0)
     net, sequences = config.build(target, DraftVocabulary(torch.arange(0, 320, 2), target.vocab)), packed(5, length=300)
     net.speaks_V = net.vocabulary.t2d  # layouts are made on the CPU

@@ -127,3 +127,12 @@ def test_what_is_alive_at_the_peak_is_named(tiny_llama):
     )
     assert peak_of(replace(step, world=2), sequences, layout).bytes - peak.bytes == weights
     assert peak_of(replace(step, online=False), sequences, layout).bytes <= peak.bytes
+
+
+def test_a_recorded_step_holds_what_it_reads_and_its_gradients_once_more(tiny_llama):
+    step, net, sequences, layout = made(tiny_llama, "eagle3", speed=SpeedConfig(compile=True))
+    plain = peak_of(step, sequences, layout).bytes
+    recorded = peak_of(replace(step, speed=SpeedConfig(compile=True, graph_step=True)), sequences, layout).bytes
+    gradients = 4 * sum(weight.numel() for weight in net.parameters())
+    features = 4 * 4 * 256 * 3 * tiny_llama.hidden
+    assert recorded - plain == gradients + features
