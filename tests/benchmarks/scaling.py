@@ -226,7 +226,11 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--curve-steps", type=int, default=100, help="0: no loss curves")
     parser.add_argument("--global-rows", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=1, help="loss curves side by side; speeds are never measured so")
-    parser.add_argument("--fast-curves", action="store_true", help="loss curves of compiled steps, and graphs where recipes and flags ask for them")
+    parser.add_argument(
+        "--fast-curves",
+        action="store_true",
+        help="loss curves of compiled steps, and graphs where recipes and flags ask for them",
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--chats", type=int, default=2000, help="random ones")
@@ -265,7 +269,16 @@ def main() -> None:
     if args.curve_steps:
         print(
             "\n".join(
-                loss_curves(runs, args.processes, args.curves, args.curve_steps, args.global_rows, args.seed, args.at_once, args.fast_curves)
+                loss_curves(
+                    runs,
+                    args.processes,
+                    args.curves,
+                    args.curve_steps,
+                    args.global_rows,
+                    args.seed,
+                    args.at_once,
+                    args.fast_curves,
+                )
             ),
             flush=True,
         )
