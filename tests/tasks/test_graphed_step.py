@@ -1,14 +1,15 @@
 """A step that is recorded for its sizes and replayed computes what a plain one does, of layouts that are filled up so that few sizes recur.
 
-On a CPU nothing can be recorded: there a stand-in computes anew what a graph would replay, from the same memory into the same memory.
+On a CPU nothing can be recorded: there a stand-in computes anew what a graph would replay (replayed.py).
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from drafters.test_dflash import wide_heads
+from tasks.replayed import stand_in, steps_are_recorded
 from tasks.test_accumulation import TEXT, Case
 from tasks.test_no_waits import case
 from tasks.test_speed import packed
@@ -20,7 +21,6 @@ from drafttrain.layouts import FILLS, filled
 from drafttrain.losses import Distillation
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
-from drafttrain.tasks import distill, speed, train
 from drafttrain.tasks.speed import GraphedStep, make_score
 from drafttrain.tasks.speed_config import SpeedConfig, require_recordable
 from drafttrain.tasks.teacher import TargetTeacher
@@ -31,17 +31,11 @@ LENGTH = 256
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    """Counts what is recorded."""
-    recorded = []
-
-    def record(compute, what, way_out, pool=None):
-        found = compute()
-        recorded.append(what)
-        return SimpleNamespace(replay=torch.enable_grad()(compute), pool=lambda: "memory"), found
-
-    monkeypatch.setattr(speed, "record", record)
-    return recorded
+def recorded():
+    """What is recorded, by a stand-in."""
+    found: list[str] = []
+    with stand_in(found):
+        yield found
 
 
 def make(target, case: Case):
@@ -116,7 +110,7 @@ def test_a_layout_without_elements_stays_as_it_is(tiny_llama):
 
 
 @pytest.mark.parametrize("case", [TEXT[0], TEXT[5], TEXT[7]], ids=str)
-def test_replayed_steps_give_the_same_loss_and_gradients(tiny_llama, stand_in, case):
+def test_replayed_steps_give_the_same_loss_and_gradients(tiny_llama, recorded, case):
     """One behind the other, of different sizes, and then the first again: nothing of one is left in another."""
     net, objective, loss = make(tiny_llama, case)
     graphed = GraphedStep(loss, net)
@@ -124,10 +118,10 @@ def test_replayed_steps_give_the_same_loss_and_gradients(tiny_llama, stand_in, c
         given = inputs(tiny_llama, net, objective, seed, True)
         assert_same(step(net, graphed, given), step(net, loss, given), rtol=1e-6)
     sizes = {tuple(x.shape for x in vars(inputs(tiny_llama, net, objective, seed, True)[2]).values()) for seed in (1, 2, 3)}
-    assert len(stand_in) == len(sizes)
+    assert len(recorded) == len(sizes)
 
 
-def test_what_a_step_said_outlives_the_next(tiny_llama, stand_in):
+def test_what_a_step_said_outlives_the_next(tiny_llama, recorded):
     """Gradients add up over micro-batches, and metrics are summed: neither may lie where the next replay writes."""
     net, objective, loss = make(tiny_llama, TEXT[0])
     graphed = GraphedStep(loss, net)
@@ -145,31 +139,31 @@ def test_what_a_step_said_outlives_the_next(tiny_llama, stand_in):
     assert_same(gradients, {name: wanted[0][name] + wanted[1][name] for name in gradients}, rtol=1e-6)
 
 
-def test_weights_that_moved_are_recorded_anew(tiny_llama, stand_in):
+def test_weights_that_moved_are_recorded_anew(tiny_llama, recorded):
     """A graph would go on reading where they were."""
     net, objective, loss = make(tiny_llama, TEXT[0])
     graphed, given = GraphedStep(loss, net), inputs(tiny_llama, net, objective, 1, True)
     for times in (1, 2):
         assert_same(step(net, graphed, given), step(net, loss, given), rtol=1e-6)
         assert_same(step(net, graphed, given), step(net, loss, given), rtol=1e-6)
-        assert len(stand_in) == times
+        assert len(recorded) == times
         for weight in net.parameters():
             weight.data = weight.data * 1.5
     assert_same(step(net, graphed, given), step(net, loss, given), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_a_run_of_replayed_steps_logs_the_same(tmp_path, tiny_llama, target_folders, monkeypatch, stand_in, name):
+def test_a_run_of_replayed_steps_logs_the_same(tmp_path, tiny_llama, target_folders, recorded, name):
     drafter, objective = case(name)
-    for module in (distill, train):
-        monkeypatch.setattr(module, "records_steps", lambda config, device: config.graph_step)
-    monkeypatch.setattr(distill, "make_score", lambda *given, compile=False, **_: make_score(*given[:4], compile=False))
     plain, graphed = (make_run(tmp_path / name, tiny_llama) for name in ("plain", "graphed"))
     trainer = {"max_steps": 6, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}
     for run, flag in ((plain, False), (graphed, True)):
         settings = {"compile": flag, "graph_step": flag}
-        start(run, target_folders("llama"), drafter=drafter, objective=objective, trainer=trainer, speed=settings)
-    assert stand_in
+        with ExitStack() as stack:
+            for patched in steps_are_recorded():
+                stack.enter_context(patched)
+            start(run, target_folders("llama"), drafter=drafter, objective=objective, trainer=trainer, speed=settings)
+    assert recorded
     for column in ("train/loss", "train/top1_depth_1", "train/loss_depth_2"):
         assert logged(graphed, column) == pytest.approx(logged(plain, column), rel=1e-5, abs=1e-7)
 

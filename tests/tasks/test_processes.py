@@ -144,7 +144,18 @@ def test_deepspeed_gives_the_numbers_of_one_process_on_a_cpu_too(tmp_path, tiny_
     )
 
 
-def compare_with_one_process(folder, tiny, target, strategy, precision, ranks, gpu) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "precision"), [("ddp", "32-true"), ("deepspeed_stage_1", "bf16-mixed"), ("deepspeed_stage_2", "32-true")]
+)
+def test_replayed_steps_give_those_numbers_too(tmp_path, tiny_llama, target_folders, strategy, precision):
+    """Gradients that are there before the way back begins are averaged, divided and accumulated as others are."""
+    if "deepspeed" in strategy:
+        pytest.importorskip("deepspeed")
+    speed = {"compile": True, "graph_step": True}
+    compare_with_one_process(tmp_path, tiny_llama, target_folders("llama"), strategy, precision, 2, gpu=False, speed=speed)
+
+
+def compare_with_one_process(folder, tiny, target, strategy, precision, ranks, gpu, **changes) -> None:
     """Losses, gradient norms (so that no strategy divides once too often) and the saved fp32 weights; stopped and resumed."""
     alone, other = (make_run(folder / name, tiny) for name in ("alone", "other"))
     trainer = {"max_steps": 6, "accumulate_grad_batches": 4}
@@ -152,10 +163,10 @@ def compare_with_one_process(folder, tiny, target, strategy, precision, ranks, g
     changed = trainer | {"strategy": strategy, "precision": precision, "accumulate_grad_batches": 4 // ranks}
     third_window = 8 // ranks + 1
     how = dict(torchrun=ranks > 1, ranks=ranks, gpu=gpu, deepspeed_on_cpu=not gpu and "deepspeed" in strategy)
-    said = finish(launch(other, target, ranks - 1, third_window, **how, trainer=changed))
+    said = finish(launch(other, target, ranks - 1, third_window, **how, trainer=changed, **changes))
     assert "stopped at step 4 of 6" in said
     norms = json.loads((other / "norms.json").read_text())
-    finish(launch(other, target, **how, trainer=changed))
+    finish(launch(other, target, **how, trainer=changed, **changes))
     norms += json.loads((other / "norms.json").read_text())
     exact = precision == "32-true"
     assert logged(other) == pytest.approx(logged(alone), rel=2e-3 if exact else 3e-2)

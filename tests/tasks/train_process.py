@@ -1,7 +1,7 @@
 """Trains in a process of its own: `python train_process.py RUN TARGET '{"trainer": {...}}' [RANK MICRO_BATCH]`, alone or under torchrun.
 
 With a rank and a micro-batch, that rank alone sends itself SIGTERM there. Gradient norms go to RUN/norms.json. With DS_ACCELERATOR=cpu in the
-environment DeepSpeed runs on the CPU, over gloo, which Lightning's strategy would refuse.
+environment DeepSpeed runs on the CPU, over gloo, which Lightning's strategy would refuse. Without a GPU speed.graph_step is done by a stand-in (replayed.py).
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 import lightning.pytorch as pl  # noqa: E402
 import lightning.pytorch.strategies.deepspeed as strategies  # noqa: E402
 from lightning.pytorch.accelerators import CPUAccelerator  # noqa: E402
+from tasks.replayed import stand_in, steps_are_recorded  # noqa: E402
 from tiny_run import start  # noqa: E402
 
 from drafttrain.topology import read_topology  # noqa: E402
@@ -136,7 +138,11 @@ def main(
     if os.environ.get("DS_ACCELERATOR") == "cpu":
         allow_deepspeed_on_cpu()
         strategy = None  # our own check would refuse it too
-    start(run, target, topology=read_topology(strategy, gpus=gpus), **sections)
+    with ExitStack() as stack:
+        if sections.get("speed", {}).get("graph_step") and not torch.cuda.is_available():
+            for patched in (stand_in([]), *steps_are_recorded()):
+                stack.enter_context(patched)
+        start(run, target, topology=read_topology(strategy, gpus=gpus), **sections)
 
 
 if __name__ == "__main__":
