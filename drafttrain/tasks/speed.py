@@ -103,9 +103,7 @@ def record(compute: Callable[[], T], what: str, way_out: str, pool: Any = None) 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(
-            2
-        ):  # what is compiled is compiled here, and libraries choose their kernels and workspaces, before anything is recorded
+        for _ in range(2):  # compiles, and lets libraries choose their kernels and workspaces, before anything is recorded
             compute()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
