@@ -169,8 +169,12 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
     }  # fmt: skip
     typed = {}
     for flag, key in stands_for.items():
-        if getattr(known, flag, None):
-            overrides.append((key, getattr(known, flag)))
+        if (value := getattr(known, flag, None)) == "":
+            raise UserError(
+                f"--{flag.replace('_', '-')} is an empty word, such as a variable that is not set; give it a value, or leave it out."
+            )
+        if value:
+            overrides.append((key, value))
             typed[key] = f"--{flag.replace('_', '-')}"
     recipe = _recipe(known.config, overrides, typed)
     kind = TrimOptions if command == "trim" else Options

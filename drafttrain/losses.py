@@ -87,7 +87,7 @@ class Distillation(Objective):
         loss_GN, log_q_N, right_N = score_elements(self.divergences, drafted, student, teacher, self.chunk)
         guesses = Guesses(drafted.depth_N, drafted.draft_N, drafted.drafts, depth, log_q_N.exp(), right_N)
         there_N = (drafted.depth_N > 0).float()
-        weight_N = self.positions.of_guesses(guesses) * there_N
+        weight_N = torch.where(there_N > 0, self.positions.of_guesses(guesses), 0.0)  # the weight of depth 0 may be infinite
         loss_N = torch.stack([own.weight * loss_N for own, loss_N in zip(self.divergences, loss_GN, strict=True)]).sum(0)
         logged = {"loss": loss_N, "top1": right_N.float()}
         if len(self.divergences) > 1:

@@ -462,3 +462,10 @@ def test_a_recipe_that_is_not_text_and_runs_that_are_a_file(made, tmp_path, caps
     assert "not UTF-8" in capsys.readouterr().err
     assert main(["train", "--config", str(made[0]), "--runs", str(binary)]) == 2
     assert "--runs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["export", "--push", ""], ["generate", "--max-tokens", ""]])
+def test_a_short_flag_with_an_empty_word_is_refused(command, capsys):
+    """`--push "$REPO"` of a variable that is not set would else export and push nothing."""
+    assert main([*command, "--config", str(Path(__file__).parents[1] / "recipes/smollm2-135m/eagle3.yaml")]) == 2
+    assert f"{command[1]} is an empty word" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def run(options: CompareOptions, recipe: Recipe | None) -> None:
     if options.json is not None:
         told = {
             "a": options.a, "b": options.b, "command": command_line(),
-            "faults": {"a": a.faults, "b": b.faults},
+            "faults": {"a": a.faults, "b": b.faults}, "not_compared": unpaired,
             "config": [{"field": name, "a": x, "b": y} for name, x, y in configs],
             "tensors": [{"name": name, "a": x, "b": y, "largest_difference": gap} for name, x, y, gap in tensors],
             "tau": None if compared is None else asdict(compared),

@@ -60,7 +60,8 @@ def run(recipe: Recipe, options: Options) -> None:
     """Print the plan. Raises UserError for everything that `train` would refuse before it loads anything."""
     topology = read_topology()
     require_whole_matrices(recipe.optimizer, recipe.trainer.get("strategy"))
-    require_recordable(recipe.speed, recipe.trainer)
+    if recipe.task != "on_policy":
+        require_recordable(recipe.speed, recipe.trainer)
     require_no_answers(recipe.speed, recipe.checkpoint, recipe.task == "on_policy", recipe.target.weights)
     recipe.lora.require_start(recipe.checkpoint.start)
     trainer_arguments(recipe.trainer, options.run.logs, elsewhere=True)

@@ -10,7 +10,7 @@ from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import Share, WindowStream
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.files import human_bytes
-from drafttrain.layouts import one_chat
+from drafttrain.layouts import filled, one_chat
 from drafttrain.recipe import Recipe
 from drafttrain.target.target import Target
 from drafttrain.tasks.memory import DRAFTER, GRADIENTS, OPTIMIZER, OTHERS, TARGET, Step, peak_of
@@ -63,6 +63,8 @@ def _notes(recipe: Recipe) -> str:
     found = []
     if recipe.speed.compile:
         found.append("speed.compile holds less, often a third")
+    if recipe.speed.compile and recipe.speed.graph_step:
+        found.append("speed.graph_step holds what a step computes once more while it records a further size")
     if recipe.data.length >= LONG and not recipe.speed.fused_rows:
         found.append("speed.fused_rows holds no scores of such long rows")
     if uses_deepspeed(recipe.trainer.get("strategy")):
@@ -76,13 +78,17 @@ def _notes(recipe: Recipe) -> str:
 
 def _micro_batch(recipe: Recipe, store: TokenStore | None, target: Target, net: DrafterNet) -> tuple[Sequences, Layout]:
     """The one with most elements of the first of a store; without one, rows of which every token is supervised and can be said."""
-    data = recipe.data
+    data, records = recipe.data, recipe.speed.compile and recipe.speed.graph_step
+
+    def fill(layout: Layout) -> Layout:
+        return filled(layout, data.length, net.fixed_queries) if records else layout
+
     if store is None:
         alone = one_chat(net.vocabulary.ids[:1].cpu().repeat(data.length), prompt_len=1)
         full = Sequences(*(getattr(alone, name).repeat(data.rows, 1) for name in Sequences.__dataclass_fields__))
-        return full, net.layout(full, numbers=[(data.seed, row) for row in range(data.rows)])
+        return full, fill(net.layout(full, numbers=[(data.seed, row) for row in range(data.rows)]))
     plan = RowPlan(read_chats(store, min(data.length, target.max_positions)), data.length, data.seed)
     counts = partial(recipe.objective.counts, depth=net.needs.depth)
     stream = WindowStream(store, plan, Share(rows=data.rows), net.layout, counts)
     fullest = max(islice(stream, LOOKED_AT), key=lambda batch: len(batch.layout.label_N))
-    return fullest.sequences, fullest.layout
+    return fullest.sequences, fill(fullest.layout)

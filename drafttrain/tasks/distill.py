@@ -16,6 +16,7 @@ Shapes: B rows, T tokens.
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
@@ -191,6 +192,13 @@ class DistillTask(pl.LightningModule):
 
     def on_train_start(self) -> None:
         restore_buffers(self.net, self._kept_buffers)
+        # A checkpoint's rates are those of its own max_steps, which may have been raised since.
+        for config in self.trainer.lr_scheduler_configs:
+            schedule: Any = config.scheduler
+            for group, base, fraction in zip(
+                schedule.optimizer.param_groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
+            ):
+                group["lr"] = base * fraction(schedule.last_epoch)
 
     def lr(self, step: int) -> float:
         """Learning rate of a step (0, 1, ...)."""

@@ -102,7 +102,8 @@ def record(compute: Callable[[], T], what: str, way_out: str, pool: Any = None) 
     to be shared. UserError where something cannot be recorded."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    # A run that goes on records anew where one that was not stopped does not: what is drawn here may not be missing behind it.
+    with torch.cuda.stream(side), torch.random.fork_rng(devices=[torch.cuda.current_device()]):
         for _ in range(2):  # compiles, and lets libraries choose their kernels and workspaces, before anything is recorded
             compute()
     torch.cuda.current_stream().wait_stream(side)

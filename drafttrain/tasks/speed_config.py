@@ -21,7 +21,7 @@ class SpeedConfig:
     launches. Needs a C++ compiler (the variable CXX, or g++), and another minute at the first start."""
     graph_step: bool = False
     """With `compile`, on a GPU: record the loss and its gradients as CUDA graphs and replay them, for small drafters, whose steps wait for launches (then
-    `cpp_wrapper` gains nothing more). Layouts are filled up so that few sizes recur, each of which is recorded once; gradients are held twice. Not with
+    `cpp_wrapper` gains nothing more). Layouts are filled up so that few sizes recur, each of which is recorded once, when a step's memory is needed twice; gradients are held twice. Not with
     fp16 or DeepSpeed ZeRO-3. Without a GPU, on policy and in `adapt` it changes nothing."""
     graph_target: bool = False
     """On a GPU, replay the target's forward pass as one CUDA graph; without a GPU it changes nothing."""

@@ -16,5 +16,6 @@ def divides_weights(strategy: Any) -> bool:
     if not uses_deepspeed(strategy):
         return False
     if isinstance(strategy, dict):
-        return strategy.get("init_args", {}).get("stage") == 3
+        arguments = strategy.get("init_args")
+        return isinstance(arguments, dict) and str(arguments.get("stage")) == "3"
     return "stage_3" in strategy if isinstance(strategy, str) else bool(strategy.zero_stage_3)

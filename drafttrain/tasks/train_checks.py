@@ -27,7 +27,8 @@ def require_sections(sections: Sections, topology: Processes) -> None:
     sections.lora.require_start(checkpoint.start)
     require_library(target.weights)
     require_compiler(speed)
-    require_recordable(speed, sections.trainer)
+    if sections.on_policy is None:
+        require_recordable(speed, sections.trainer)
 
 
 def require_start(sections: Sections, saved: Saved | None) -> None:

@@ -15,10 +15,12 @@ from tasks.test_no_waits import case
 from tasks.test_speed import packed
 from tiny_run import logged, make_run, start
 
+from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.layouts import FILLS, filled
 from drafttrain.losses import Distillation
+from drafttrain.position_weights import Exponential
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.tasks.speed import GraphedStep, make_score
@@ -206,3 +208,21 @@ def test_on_a_gpu_a_run_of_recorded_steps_logs_the_same(tmp_path, name, precisio
     near = 1e-4 if precision == "32-true" else 2e-2
     for column in ("train/loss", "train/top1_depth_1"):
         assert logged(recorded, column) == pytest.approx(logged(plain, column), rel=near, abs=2e-2)
+
+
+def test_a_weight_that_is_infinite_at_depth_0_counts_nothing(tiny_llama):
+    net, objective, loss = make(tiny_llama, replace(TEXT[0], objective=Distillation(positions=Exponential(0.01))))
+    plain, full = (inputs(tiny_llama, net, objective, 1, fill) for fill in (False, True))
+    assert_same(step(net, loss, full), step(net, loss, plain))
+
+
+def test_recording_draws_nothing(tmp_path, tiny_llama, target_folders, recorded):
+    """A run that goes on records anew where one that was not stopped does not; its noise is that one's all the same."""
+    whole, parts = (make_run(tmp_path / name, tiny_llama) for name in ("whole", "parts"))
+    shared = {"drafter": Eagle(depth=2), "speed": {"compile": True, "graph_step": True}, "optimizer": {"schedule": "constant"}}
+    with ExitStack() as stack:
+        for patched in steps_are_recorded():
+            stack.enter_context(patched)
+        for run, steps in ((whole, 6), (parts, 3), (parts, 6)):
+            start(run, target_folders("llama"), **shared, trainer={"max_steps": steps})
+    assert logged(parts) == logged(whole)

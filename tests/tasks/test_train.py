@@ -351,3 +351,17 @@ def test_a_store_without_chats_says_so(tmp_path, tiny_llama, llama, part):
 def test_a_run_ends_by_steps(run, llama, trainer, sentence):
     with pytest.raises(UserError, match=sentence):
         start(run, llama, trainer=trainer)
+
+
+def test_a_run_that_is_made_longer_goes_on_at_the_longer_schedules_rate(tmp_path, tiny_llama, target_folders):
+    """What the optimizer steps with, and not only what the log says."""
+    run, rates = make_run(tmp_path, tiny_llama), []
+
+    class Rates(pl.Callback):
+        def on_before_optimizer_step(self, trainer, task, optimizer):
+            rates.append((optimizer.param_groups[0]["lr"], task.lr(task.position.step)))
+
+    for steps in (3, 6):
+        trainer = {"max_steps": steps, "callbacks": [Rates()]}
+        start(run, target_folders("llama"), trainer=trainer, optimizer={"warmup_steps": 0})
+    assert len(rates) == 6 and all(used == pytest.approx(told) for used, told in rates), rates
