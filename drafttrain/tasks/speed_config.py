@@ -56,10 +56,6 @@ def require_recordable(speed: SpeedConfig, trainer: dict[str, Any]) -> None:
     """UserError if a step is to be recorded that cannot be. `trainer`: the recipe's section, its classes built or not."""
     if not speed.graph_step:
         return
-    if not speed.compile:
-        raise UserError(
-            "speed.graph_step records compiled steps, but speed.compile is false; set it to true, or speed.graph_step to false."
-        )
     precision = str(trainer.get("precision", "32-true"))
     if precision in ("16-mixed", "16", "16-true"):
         raise UserError(
@@ -70,4 +66,8 @@ def require_recordable(speed: SpeedConfig, trainer: dict[str, Any]) -> None:
         raise UserError(
             "speed.graph_step: trainer.strategy is DeepSpeed ZeRO-3, which brings each layer's weights when it is their turn, to another place each time; "
             "use recipes/hardware/zero2.yaml, or set speed.graph_step to false."
+        )
+    if not speed.compile:
+        raise UserError(
+            "speed.graph_step records compiled steps, but speed.compile is false; set it to true, or speed.graph_step to false."
         )
