@@ -63,7 +63,7 @@ def _notes(recipe: Recipe) -> str:
     found = []
     if recipe.speed.compile:
         found.append("speed.compile holds less, often a third")
-    if recipe.speed.compile and recipe.speed.graph_step:
+    if recipe.speed.records:
         found.append("speed.graph_step holds what a step computes once more while it records a further size")
     if recipe.data.length >= LONG and not recipe.speed.fused_rows:
         found.append("speed.fused_rows holds no scores of such long rows")
@@ -78,10 +78,10 @@ def _notes(recipe: Recipe) -> str:
 
 def _micro_batch(recipe: Recipe, store: TokenStore | None, target: Target, net: DrafterNet) -> tuple[Sequences, Layout]:
     """The one with most elements of the first of a store; without one, rows of which every token is supervised and can be said."""
-    data, records = recipe.data, recipe.speed.compile and recipe.speed.graph_step
+    data = recipe.data
 
     def fill(layout: Layout) -> Layout:
-        return filled(layout, data.length, net.fixed_queries) if records else layout
+        return filled(layout, data.length, net.fixed_queries) if recipe.speed.records else layout
 
     if store is None:
         alone = one_chat(net.vocabulary.ids[:1].cpu().repeat(data.length), prompt_len=1)

@@ -174,7 +174,7 @@ def _train(
 
     with live:
         ahead: Features | None = None
-        if step.speed.compile and step.speed.graph_step:  # of what a replay reads and what it leaves behind
+        if step.speed.records:  # of what a replay reads and what it leaves behind
             of_features = sequences.ids_BT.numel() * (len(net.needs.taps) + 1) * target.hidden * target.dtype.itemsize
             of_gradients = sum(weight.numel() * weight.element_size() for weight in net.parameters() if weight.requires_grad)
             live.add(RECORDED, of_features + of_gradients)

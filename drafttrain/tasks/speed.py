@@ -124,7 +124,7 @@ Loss = Callable[[Sequences, Features, Layout, Tensor], tuple[Tensor, dict[str, T
 
 def records_steps(speed: SpeedConfig, device: torch.device) -> bool:
     """Are loss and gradients replayed as CUDA graphs?"""
-    return speed.compile and speed.graph_step and device.type == "cuda"
+    return speed.records and device.type == "cuda"
 
 
 class GraphedStep:

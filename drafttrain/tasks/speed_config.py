@@ -21,8 +21,8 @@ class SpeedConfig:
     launches. Needs a C++ compiler (the variable CXX, or g++), and another minute at the first start."""
     graph_step: bool = False
     """With `compile`, on a GPU: record the loss and its gradients as CUDA graphs and replay them, for small drafters, whose steps wait for launches (then
-    `cpp_wrapper` gains nothing more). Layouts are filled up so that few sizes recur, each of which is recorded once, when a step's memory is needed twice; gradients are held twice. Not with
-    fp16 or DeepSpeed ZeRO-3. Without a GPU, on policy and in `adapt` it changes nothing."""
+    `cpp_wrapper` gains nothing more). Layouts are filled up so that few sizes recur, each of which is recorded once, when a step's memory is needed twice;
+    gradients are held twice. Not with fp16 or DeepSpeed ZeRO-3. Without a GPU, on policy and in `adapt` it changes nothing."""
     graph_target: bool = False
     """On a GPU, replay the target's forward pass as one CUDA graph; without a GPU it changes nothing."""
     overlap_target: bool = False
@@ -40,6 +40,11 @@ class SpeedConfig:
     checkpoint_activations: bool = False
     """Keep of each layer of the drafter, or each unrolled step, what it reads alone, and compute its inside again in the backward pass: less memory, one
     more forward pass of the drafter. Heads (Medusa, Hydra) have nothing of the kind."""
+
+    @property
+    def records(self) -> bool:
+        """Whether a training on a GPU records its steps."""
+        return self.compile and self.graph_step
 
 
 def require_compiler(speed: SpeedConfig) -> None:

@@ -13,8 +13,8 @@ Weak scaling: each process has the recipe's rows, so N processes train N times a
     efficiency = tokens/s of N processes / (N x tokens/s of the fewest)        both behind --warmup steps
 
 Loss curves: --global-rows rows a step, however many processes share them out, for DDP and each stage of ZeRO (recipes/hardware/*.yaml, neither compiled nor
-as graphs, unless --fast-curves: then as the recipes and flags have it). The mean distance of a curve from the first one stands beside the mean distance of that one from one with another
-seed (other first weights, another order of the chats).
+as graphs, unless --fast-curves: then as the recipes and flags have it). The mean distance of a curve from the first one stands beside the mean distance of
+that one from one with another seed (other first weights, another order of the chats).
 """
 
 import argparse
