@@ -46,7 +46,7 @@ from drafttrain.tasks.on_policy_start import drafts_of, require_text
 from drafttrain.tasks.optimizer import require_whole_matrices, token_sides, turned_by_muon
 from drafttrain.tasks.shared_target import require_no_answers
 from drafttrain.tasks.speed_config import require_recordable
-from drafttrain.tasks.strategy import uses_deepspeed
+from drafttrain.tasks.strategy import zero_stage
 from drafttrain.topology import Topology, read_topology
 from drafttrain.trainer_section import trainer_arguments
 from drafttrain.types import Identity
@@ -227,7 +227,7 @@ def _device(
     recipe: Recipe, topology: Topology, target: Target, net: DrafterNet, learner: DrafterNet, prompts: Prompts | None
 ) -> list[str]:
     """Bytes that stay on each device; activations come on top. `prompts`: None where no rollouts are made; `learner` as `_disk` says."""
-    stage = _zero_stage(recipe.trainer.get("strategy"))
+    stage = zero_stage(recipe.trainer.get("strategy"))
     size = 2 if recipe.target.dtype == "bfloat16" else 4
     # What is kept, its bytes, and from which ZeRO stage on it is divided among the processes (there is no stage 4).
     shards = topology.world if recipe.speed.shard_target else 1
@@ -255,14 +255,6 @@ def _optimizer(recipe: Recipe, net: DrafterNet) -> tuple[str, int]:
     """Who steps the weights, and the bytes that it keeps about them."""
     trained, turned = _trained(net), sum(weight.numel() for weight in turned_by_muon(recipe.optimizer, net, token_sides(net)))
     return "Muon and Adam" if turned else "Adam", turned * MUON_BYTES + (trained - turned) * ADAM_BYTES
-
-
-def _zero_stage(strategy: Any) -> int:
-    if not uses_deepspeed(strategy):
-        return 0
-    if isinstance(strategy, dict):
-        return int((strategy.get("init_args") or {}).get("stage", 2))
-    return next((int(digit) for digit in strategy if digit.isdigit()), 2)
 
 
 def _store(run: Run) -> TokenStore | None:

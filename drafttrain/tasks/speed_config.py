@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from drafttrain.errors import UserError
-from drafttrain.tasks.strategy import divides_weights
+from drafttrain.tasks.strategy import zero_stage
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def require_recordable(speed: SpeedConfig, trainer: dict[str, Any]) -> None:
             f"speed.graph_step: trainer.precision is {precision}, whose losses are scaled behind the recorded step, when its gradients are computed "
             "already; use bf16-mixed, or set speed.graph_step to false."
         )
-    if divides_weights(trainer.get("strategy")):
+    if zero_stage(trainer.get("strategy")) == 3:
         raise UserError(
             "speed.graph_step: trainer.strategy is DeepSpeed ZeRO-3, which brings each layer's weights when it is their turn, to another place each time; "
             "use recipes/hardware/zero2.yaml, or set speed.graph_step to false."

@@ -1,6 +1,11 @@
-"""Which of Lightning's strategies is which, in whatever form it is at hand. Imports nothing: it is asked before anything loads."""
+"""Which of Lightning's strategies is which, in whatever form it is at hand. No heavy imports: it is asked before anything loads."""
 
+import json
+from pathlib import Path
 from typing import Any
+
+DEFAULT = 2
+"""The stage of Lightning's DeepSpeedStrategy where none is named."""
 
 
 def uses_deepspeed(strategy: Any) -> bool:
@@ -11,11 +16,37 @@ def uses_deepspeed(strategy: Any) -> bool:
     return "deepspeed" in name.lower()
 
 
-def divides_weights(strategy: Any) -> bool:
-    """Does it, in any of those forms, mean DeepSpeed ZeRO-3?"""
+def zero_stage(strategy: Any) -> int:
+    """Which stage of DeepSpeed's ZeRO it means, in any of those forms; 0 where nothing is divided.
+
+    A configuration of DeepSpeed's own replaces all other arguments, as Lightning has it; of a file that cannot be read the default is told, and whoever
+    builds the strategy refuses it.
+    """
     if not uses_deepspeed(strategy):
-        return False
-    if isinstance(strategy, dict):
-        arguments = strategy.get("init_args")
-        return isinstance(arguments, dict) and str(arguments.get("stage")) == "3"
-    return "stage_3" in strategy if isinstance(strategy, str) else bool(strategy.zero_stage_3)
+        return 0
+    if isinstance(strategy, str):
+        return next((int(digit) for digit in strategy if digit.isdigit()), DEFAULT)
+    if not isinstance(strategy, dict):
+        return _stage_in(strategy.config)
+    arguments: dict[str, Any] = {}
+    for key in ("init_args", "dict_kwargs"):  # Lightning is given both, the latter over the former
+        given = strategy.get(key)
+        arguments |= given if isinstance(given, dict) else {}
+    if arguments.get("config") is not None:
+        return _stage_in(arguments["config"])
+    return _number(arguments.get("stage", DEFAULT)) if arguments.get("zero_optimization", True) else 0
+
+
+def _stage_in(config: Any) -> int:
+    """Of a configuration of DeepSpeed's, or a JSON file of one."""
+    if isinstance(config, str | Path):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError, RecursionError):
+            return DEFAULT
+    zero = config.get("zero_optimization") if isinstance(config, dict) else None
+    return _number(zero.get("stage", 0)) if isinstance(zero, dict) else int(bool(zero))  # an old form: true is stage 1
+
+
+def _number(stage: Any) -> int:
+    return int(stage) if str(stage).isdecimal() else DEFAULT

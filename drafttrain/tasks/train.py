@@ -55,7 +55,7 @@ from drafttrain.tasks.sections import Sections, recipe_facts
 from drafttrain.tasks.speed import reads_ahead, records_steps
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
-from drafttrain.tasks.strategy import uses_deepspeed
+from drafttrain.tasks.strategy import uses_deepspeed, zero_stage
 from drafttrain.tasks.train_checks import OURS, require_same_keeper, require_sections, require_start
 from drafttrain.tasks.watch import Watch, meet
 from drafttrain.tasks.zero_state import ZeroState, cut_anew, saved_by
@@ -339,7 +339,7 @@ def _fit(
 
 def _cut_anew(strategy: Any, task: DistillTask, saved: Saved) -> None:
     """Where DeepSpeed's pieces were made for another number of processes or by another stage, other ones are made of them."""
-    if saved_by(saved.state) != (task.share.world, int(strategy.config["zero_optimization"]["stage"])):
+    if saved_by(saved.state) != (task.share.world, zero_stage(strategy)):
         cut_anew(strategy, task, ZeroState(saved.state))
 
 

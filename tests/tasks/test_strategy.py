@@ -1,0 +1,51 @@
+"""The stage of ZeRO, read from a strategy as it is written, against what Lightning makes of the same."""
+
+import importlib.util
+import json
+
+import pytest
+
+from drafttrain.errors import UserError
+from drafttrain.tasks.speed_config import SpeedConfig, require_recordable
+from drafttrain.tasks.strategy import zero_stage
+from drafttrain.trainer_section import trainer_arguments
+
+CLASS = "lightning.pytorch.strategies.DeepSpeedStrategy"
+THIRD = {"zero_optimization": {"stage": 3}}
+FORMS = [
+    ("deepspeed", 2),
+    ("deepspeed_stage_1", 1),
+    ("deepspeed_stage_3_offload", 3),
+    ({"class_path": CLASS}, 2),
+    ({"class_path": CLASS, "init_args": {"stage": 3}}, 3),
+    ({"class_path": CLASS, "init_args": {"stage": "3"}}, 3),
+    ({"class_path": CLASS, "dict_kwargs": {"stage": 3}}, 3),
+    ({"class_path": CLASS, "init_args": {"stage": 3}, "dict_kwargs": {"stage": 1}}, 1),
+    ({"class_path": CLASS, "init_args": {"stage": 3, "zero_optimization": False}}, 0),
+    ({"class_path": CLASS, "init_args": {"config": THIRD}}, 3),
+    ({"class_path": CLASS, "init_args": {"stage": 2}, "dict_kwargs": {"config": THIRD}}, 3),
+    ({"class_path": CLASS, "init_args": {"config": {}, "stage": 3}}, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("written", "stage"), FORMS)
+def test_the_stage_of_a_strategy(tmp_path, written, stage):
+    assert zero_stage(written) == stage
+    if isinstance(written, dict) and importlib.util.find_spec("deepspeed"):
+        built = trainer_arguments({"strategy": written}, tmp_path)["strategy"]
+        assert zero_stage(built) == stage and built.zero_stage_3 == (stage == 3)
+
+
+def test_a_file_of_deepspeeds(tmp_path):
+    file = tmp_path / "third.json"
+    written = {"class_path": CLASS, "init_args": {"config": str(file)}}
+    assert zero_stage(written) == 2  # it is not there, which is said by whoever builds it
+    file.write_text(json.dumps(THIRD))
+    assert zero_stage(written) == 3
+    with pytest.raises(UserError, match="ZeRO-3"):
+        require_recordable(SpeedConfig(compile=True, graph_step=True), {"strategy": written})
+
+
+@pytest.mark.parametrize("strategy", [None, "auto", "ddp", {"class_path": "DDPStrategy", "init_args": {"stage": 3}}])
+def test_what_is_no_deepspeed_divides_nothing(strategy):
+    assert zero_stage(strategy) == 0
