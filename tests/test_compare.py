@@ -196,6 +196,37 @@ def test_exports_in_two_forms_are_paired_and_a_changed_number_is_found_under_our
     assert "A calls midlayer." in note and " layers.0." in note and "B calls" not in note
 
 
+def test_rows_that_a_token_map_lists_in_another_order_are_compared_by_token(tiny_llama, tmp_path, capsys):
+    """A drafter of ours, and the same in vLLM's form, its tokens shuffled: equal but for the biases that this form leaves out, until a row is another."""
+    config, make, _ = PUBLISHED["medusa of vllm"]
+    net = source(tiny_llama, config)
+    save_drafter(tmp_path / "best", net, net.config, tiny_llama.identity, {})
+    config_json, tensors = make(net)
+    write(tmp_path / "vllm", config_json, tensors)
+    row = 7
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    changed["lm_heads.1.weight"][row] += 2
+    write(tmp_path / "changed", config_json, changed)
+    order = torch.randperm(len(tensors["token_map"]), generator=torch.Generator().manual_seed(5))
+    heads = {name: tensor[order] for name, tensor in tensors.items() if name.startswith("lm_heads.")}
+    write(tmp_path / "again", config_json, tensors | heads | {"token_map": tensors["token_map"][order]})
+    other = tensors["token_map"].clone()
+    other[row] = next(token for token in range(320) if token not in other)
+    write(tmp_path / "other", config_json, tensors | {"token_map": other})
+
+    def gaps(a, b):
+        rows = tensor_rows(*(inspect_folder(str(tmp_path / name)) for name in (a, b)))
+        return {name: gap for name, _, _, gap in rows if "bias" not in name and gap != 0}
+
+    for pair in (("best", "vllm"), ("vllm", "best"), ("vllm", "again"), ("vllm", "vllm")):
+        assert gaps(*pair) == {}, pair
+    assert gaps("best", "changed") == {"lm_head.weight": pytest.approx(2)}
+    assert gaps("again", "changed") == {"lm_heads.1.weight": pytest.approx(2)}
+    assert "d2t" in gaps("best", "other") and "d2t" in gaps("vllm", "other")
+    main(["compare", str(tmp_path / "best"), str(tmp_path / "vllm")])
+    assert "note: B lists the rows of the head in the order of its token_map; they are compared by" in capsys.readouterr().out
+
+
 def test_where_names_tell_nothing_it_is_said_and_the_code_is_not_0(tiny_llama, tmp_path, capsys):
     """Medusa's own project and vLLM call every tensor differently, and neither as we do; of two classes nobody expects it."""
     for name in ("medusa", "medusa of vllm"):

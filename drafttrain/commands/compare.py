@@ -12,7 +12,7 @@ from drafttrain.commands.folder_options import CompareOptions
 from drafttrain.data.store import TokenStore
 from drafttrain.errors import UserError, printable
 from drafttrain.export.inspect import inspect_folder, require_sound
-from drafttrain.export.inspect_pair import both_say, config_differences, names_fault, names_note, tensor_rows
+from drafttrain.export.inspect_pair import both_say, config_differences, names_fault, names_note, rows_note, tensor_rows
 from drafttrain.files import write_json_atomic
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
@@ -35,6 +35,8 @@ def run(options: CompareOptions, recipe: Recipe | None) -> None:
     _print_table(("configuration", "A", "B"), rows, alike)
     if note := names_note(a, b):
         print(f"note: {printable(note)}")
+    if note := rows_note(a, b):
+        print(f"note: {note}")
     if (unpaired := names_fault(a, b)) and recipe is None:
         faults.append(printable(unpaired))
     elif unpaired:  # tau is compared

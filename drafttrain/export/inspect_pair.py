@@ -2,11 +2,15 @@
 
 Layouts call one tensor by several names, or keep it in several pieces. Where the two folders are of two layouts, pairs are found and told by the names of
 our nets, by what readers of published drafters know of each layout (drafters/published.py); exports are read by the same.
+
+A head that says some tokens has its rows by ascending token in all layouts but one: Medusa in vLLM lists them in a token_map, in any order. Its rows are
+put in ours, and the map is told as our d2t.
 """
 
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,6 +85,19 @@ def names_note(a: Inspection, b: Inspection) -> str | None:
     return f"tensors are told by the names that drafttrain's training gives them: {'; '.join(found)}" if found else None
 
 
+def rows_note(a: Inspection, b: Inspection) -> str | None:
+    """A sentence where the rows of a head are told in another order than they have in one of the folders."""
+    found = [
+        letter
+        for letter, layout in (("A", _layout(a)), ("B", _layout(b)))
+        if (ids := _token_map(layout.tensors)) is not None and not bool((ids[1:] > ids[:-1]).all())
+    ]
+    if not found:
+        return None
+    whose, where = ("A and B list", "their token_maps") if len(found) == 2 else (f"{found[0]} lists", "its token_map")
+    return f"{whose} the rows of the head in the order of {where}; they are compared by ascending token, and the map as d2t"
+
+
 def names_fault(a: Inspection, b: Inspection) -> str | None:
     """A sentence where two drafters of one class have no tensor in common by name, which says nothing of their numbers. Two classes may well have none."""
     first, second = _layouts(a, b)
@@ -101,12 +118,34 @@ def _layouts(a: Inspection, b: Inspection) -> tuple[Published, Published]:
     """What our tensors are called in each; in two folders of one layout, whatever it is, every name stands for itself."""
     first, second = _layout(a), _layout(b)
     if (first.layout, first.drafter) == (second.layout, second.drafter):
-        first, second = _as_it_stands(a, first), _as_it_stands(b, second)
+        return _as_it_stands(a, first), _as_it_stands(b, second)
+    first, second = (replace(layout, tensors=_by_token(layout.tensors, layout)) for layout in (first, second))
     return first, second
 
 
 def _as_it_stands(found: Inspection, layout: Published) -> Published:
-    return Published(layout.layout, layout.drafter, {}, found.folder.tensors)
+    return Published(layout.layout, layout.drafter, {}, _by_token(found.folder.tensors, layout))
+
+
+def _token_map(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """The target id of each row of the head; None where nothing lists them, or what does is damaged."""
+    ids = tensors.get("token_map")
+    return None if ids is None or ids.dim() != 1 or ids.is_floating_point() else ids.long()
+
+
+def _by_token(tensors: Mapping[str, Tensor], layout: Published) -> dict[str, Tensor]:
+    """The same with what a token_map lists by ascending token: the rows of the head, and the map itself, as d2t."""
+    ids = _token_map(tensors)
+    if ids is None:
+        return dict(tensors)
+    order = ids.argsort(stable=True)
+    told = {name: tensor for name, tensor in tensors.items() if name != "token_map"} | {
+        "d2t": ids[order] - torch.arange(len(ids))
+    }
+    for name in ("lm_head.weight", *_called(layout, "lm_head.weight")):  # a copy of the target's, and its own
+        if name in told and told[name].dim() and len(told[name]) == len(order):
+            told[name] = told[name][order]
+    return told
 
 
 def _layout(found: Inspection) -> Published:
