@@ -86,9 +86,9 @@ class Recipe:
     """Arguments of lightning.pytorch.Trainer, passed through (max_steps, precision, strategy, logger, ...)."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", self.name):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", self.name):
             raise UserError(
-                f"name is {self.name!r}, but it becomes a folder: use letters, digits, '.', '_' and '-', e.g. smollm2-eagle3."
+                f"name is {self.name!r}, but it becomes a folder: use letters, digits, '.', '_' and '-', at most 200, e.g. smollm2-eagle3."
             )
         if self.task not in TASKS:
             raise UserError(f"task is {self.task!r}, but must be one of {', '.join(TASKS)}.")

@@ -21,6 +21,8 @@ from drafttrain.recipe_files import CLASS_KEYS, Endless, Written
 
 LARGEST = 2**63 - 1
 """The largest whole number that Python's containers and torch count with; both stop at a larger one with an error of their own."""
+WRITTEN = 8192
+"""Binary digits that Python writes as decimal ones without complaint (it stops at 4,300 of these)."""
 
 
 def join(place: str, key: str) -> str:
@@ -214,10 +216,10 @@ class Builder:
         if typed is not None and given is not None and not is_text and takes_text(hint):
             given = typed  # a text field takes `123` as it stands
         elif _holds_endless(given):
-            self._require_countable(given, place)
+            self._require_usable(given, place)
             return None
         if (typing.get_origin(hint) or hint) is dict and isinstance(given, dict):
-            self._require_countable(given, place)
+            self._require_usable(given, place)
             return given  # free content: jsonargparse would look for classes in it
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--value", type=hint)
@@ -233,21 +235,27 @@ class Builder:
                 + ("null." if given is None else f"{given!r} ({type(given).__name__}).")
             )
             return None
-        self._require_countable(found, place)
+        self._require_usable(found, place)
         return found
 
-    def _require_countable(self, value: Any, place: str) -> None:
-        """Report whole numbers beyond `LARGEST`, below any keys and in any list."""
+    def _require_usable(self, value: Any, place: str) -> None:
+        """Report whole numbers beyond `LARGEST`, and text with a character that ends paths, below any keys and in any list."""
         if isinstance(value, dict):
             for key, inner in value.items():
-                self._require_countable(inner, join(place, str(key)))
+                self._require_usable(inner, join(place, str(key)))
         elif isinstance(value, list | tuple):
             for i, inner in enumerate(value):
-                self._require_countable(inner, f"{place}[{i}]")
+                self._require_usable(inner, f"{place}[{i}]")
         elif isinstance(value, Endless) or (isinstance(value, int) and abs(value) > LARGEST):
-            told = f"a whole number written in {len(value):,} characters" if isinstance(value, Endless) else value
+            told: Any = f"a whole number written in {len(value):,} characters" if isinstance(value, Endless) else value
+            if isinstance(value, int) and value.bit_length() > WRITTEN:
+                told = f"a whole number of {value.bit_length():,} binary digits"
             self.errors.append(
                 f"'{place}'{self.written.origin(place)} is {told}, but whole numbers lie between -2^63 and 2^63 (about 9.2e18) here; give one that does."
+            )
+        elif isinstance(value, str) and "\0" in value:
+            self.errors.append(
+                f"'{place}'{self.written.origin(place)} is {value!r}, which holds a NUL character (\\0): no path and no text has one here; take it out."
             )
 
 
@@ -276,7 +284,7 @@ def find_class(base: type, name: Any) -> type | None:
     module, _, last = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), last, None)
-    except ImportError:
+    except (ImportError, ValueError, TypeError):  # `.b` names no module, and `..b` one beside nobody
         return None
     return found if inspect.isclass(found) and issubclass(found, base) and found is not base else None
 

@@ -15,10 +15,22 @@ import yaml
 from drafttrain.errors import UserError
 
 CLASS_KEYS = {"class_path", "init_args"}
+SHOWN = 40
+"""Characters of a value that a sentence shows."""
 
 
 class _Loader(yaml.SafeLoader):
     """YAML's safe loader, but `6e-4` is a number (plain YAML 1.1 wants `6.0e-4`); dates and `1:30` stay text."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As PyYAML does, which lets Python's own errors through where a value is not what its tag says (`!!int abc`)."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise yaml.MarkedYAMLError(
+                problem=f"{str(node.value)[:SHOWN]!r} is no {tag}", problem_mark=node.start_mark
+            ) from error
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -81,14 +93,28 @@ def load_value(text: str) -> Any:
     """One YAML value, as typed after a flag.
 
     Raises:
-        UserError: broken YAML.
+        UserError: broken YAML, a key written twice.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _loaded(text, text[:SHOWN], {})
     except yaml.YAMLError as error:
         raise UserError(
             f"{text!r} is not a YAML value ({_problem(error)}); put quotes around text with brackets or colons."
         ) from None
+
+
+def _loaded(text: str, source: Path | str, where: dict[str, str]) -> Any:
+    """The values of a text; fills `where`. Raises YAMLError for what is none, UserError for a key written twice."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return None if node is None else _construct(loader, node, "", source, where)
+    except (ValueError, OverflowError) as error:  # of chr(), which PyYAML gives whatever an escape says
+        raise yaml.MarkedYAMLError(problem="an escape stands for no character", problem_mark=loader.get_mark()) from error
+    except RecursionError as error:
+        raise yaml.YAMLError("it holds itself, or is nested too deeply") from error
+    finally:
+        loader.dispose()
 
 
 def read_file(path: Path) -> Written:
@@ -106,16 +132,13 @@ def read_file(path: Path) -> Written:
             f"--config {path}: {error.strerror.lower() if error.strerror else error}; give the path of a recipe."
         ) from None
     written = Written()
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        value = None if node is None else _construct(loader, node, "", path, written.where)
+        value = _loaded(text, path, written.where)
     except yaml.YAMLError as error:
         raise UserError(f"{path} is not YAML: {_problem(error)}.") from None
-    finally:
-        loader.dispose()
     if value is not None and not isinstance(value, dict):
-        raise UserError(f"{path} should hold sections such as 'target:' and 'drafter:', got {type(value).__name__}.")
+        got = "int" if isinstance(value, Endless) else type(value).__name__
+        raise UserError(f"{path} should hold sections such as 'target:' and 'drafter:', got {got}.")
     written.tree = value or {}
     return written
 
@@ -173,35 +196,35 @@ def _last(class_path: Any) -> str:
     return str(class_path).rpartition(".")[2]
 
 
-def _construct(loader: _Loader, node: yaml.Node, place: str, path: Path, where: dict[str, str]) -> Any:
+def _construct(loader: _Loader, node: yaml.Node, place: str, source: Path | str, where: dict[str, str]) -> Any:
     """Plain values of a YAML node; fills `where`; refuses a key written twice."""
     if isinstance(node, yaml.MappingNode):
-        _refuse_twice(node, place, path)
+        _refuse_twice(node, place, source)
         loader.flatten_mapping(node)
         result: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = str(loader.construct_object(key_node))
             here = f"{place}.{key}" if place else key
-            where[here] = f"{path} line {key_node.start_mark.line + 1}"
-            result[key] = _construct(loader, value_node, here, path, where)
+            where[here] = f"{source} line {key_node.start_mark.line + 1}"
+            result[key] = _construct(loader, value_node, here, source, where)
         return result
     if isinstance(node, yaml.SequenceNode):
         items = []
         for i, item in enumerate(node.value):
-            where[f"{place}[{i}]"] = f"{path} line {item.start_mark.line + 1}"
-            items.append(_construct(loader, item, f"{place}[{i}]", path, where))
+            where[f"{place}[{i}]"] = f"{source} line {item.start_mark.line + 1}"
+            items.append(_construct(loader, item, f"{place}[{i}]", source, where))
         return items
     return loader.construct_object(node)
 
 
-def _refuse_twice(node: yaml.MappingNode, place: str, path: Path) -> None:
+def _refuse_twice(node: yaml.MappingNode, place: str, source: Path | str) -> None:
     """PyYAML lets the last of two equal keys win in silence."""
     lines: dict[str, int] = {}
     for key_node, _ in node.value:
         line = key_node.start_mark.line + 1
         if (key := str(key_node.value)) in lines:
             here = f"{place}.{key}" if place else key
-            raise UserError(f"{path}: '{here}' is written twice, in lines {lines[key]} and {line}; keep one.")
+            raise UserError(f"{source}: '{here}' is written twice, in lines {lines[key]} and {line}; keep one.")
         lines[key] = line
 
 

@@ -327,6 +327,53 @@ def test_a_whole_number_too_long_for_a_float_is_refused(base):
         load_recipe([base], [("optimizer.lr", "1" + 400 * "0")])
 
 
+@pytest.mark.parametrize("digits", [20_000, 40_000])
+def test_a_number_in_binary_digits_is_refused_by_its_place(digits, base):
+    """It is text to YAML, and a number to jsonargparse."""
+    words = f"'data.length' (--data.length) is a whole number of {digits:,} binary digits, but whole numbers lie"
+    assert refused([base], ("data.length", "0b" + "1" * digits)).startswith(words)
+    assert load_recipe([base], [("data.length", "0b10000000")])[0].data.length == 128
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("!!int abc", "'abc' is no !!int"),
+        ("!!int ''", "'' is no !!int"),
+        ("!!float abc", "'abc' is no !!float"),
+        ("!!bool abc", "'abc' is no !!bool"),
+        ("!!timestamp 2020-99-99", "'2020-99-99' is no !!timestamp"),
+        (r'"\U00110000"', "an escape stands for no character"),
+        ("&a [*a]", "it holds itself, or is nested too deeply"),
+        ("[" * 2_000, "it holds itself, or is nested too deeply"),
+    ],
+)
+def test_what_yaml_takes_and_python_does_not_is_a_sentence(value, words, base, write):
+    """PyYAML lets Python's own errors through. From a file with its line, and from a flag."""
+    path = write(f"data:\n  length: {value}\n", "odd.yaml")
+    place = "" if words.startswith("it holds") else " in line 2"
+    assert refused([base, path]) == f"{path} is not YAML: {words}{place}."
+    assert f"is not YAML: {words}".replace("is not YAML: ", "is not a YAML value (") in refused([base], ("data.length", value))
+
+
+def test_a_recipe_that_is_one_long_number_is_refused(write):
+    path = write("9" * 5000)
+    assert refused([path]) == f"{path} should hold sections such as 'target:' and 'drafter:', got int."
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        ("target.path", r'"a\0b"', "target.path"),
+        ("trainer.default_root_dir", r'"a\0b"', "trainer.default_root_dir"),
+        ("prepare.prompts", r'[{class_path: JsonlPrompts, init_args: {path: "a\0b"}}]', "prepare.prompts[0].init_args.path"),
+    ],
+)
+def test_a_path_with_a_nul_character_is_refused_by_its_place(place, value, named, base):
+    """Python says `embedded null byte`, wherever it first asks the machine for it."""
+    assert refused([base], (place, value)).startswith(f"'{named}' (--{place}) is 'a\\x00b', which holds a NUL character")
+
+
 def test_missing_keys_are_all_named(write):
     sentence = refused([write("optimizer: {lr: 1.0}\n")])
     for place in ("name", "target.path", "drafter.class_path", "objective.class_path", "prepare.prompts"):
@@ -387,7 +434,7 @@ def test_devices_belong_to_torchrun(key, base):
     assert f"trainer.{key}" in sentence and "torchrun" in sentence
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "", ".hidden", "a b"])
+@pytest.mark.parametrize("name", ["a/b", "..", "", ".hidden", "a b", "a" * 201])
 def test_name_becomes_a_folder(name, base):
     assert "becomes a folder" in refused([base], ("name", f"'{name}'"))
 
