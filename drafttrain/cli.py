@@ -8,6 +8,7 @@ exit code is 2. `inspect` and `compare` are given folders of drafters instead of
 import argparse
 import contextlib
 import difflib
+import errno
 import importlib
 import io
 import itertools
@@ -51,6 +52,8 @@ UNREAD = 141
 """Exit code where the reader of our output has gone, as a shell gives it to a program that SIGPIPE (13) ended."""
 GRACE_S = 3.0
 """How long a rank other than 0 waits before it speaks; torchrun looks after its processes every 0.1 s."""
+SHOWN = 60
+"""Characters of a path that is too long that are shown."""
 EXAMPLE = "recipes/smollm2-135m/eagle3.yaml"
 
 
@@ -100,7 +103,14 @@ def _answered(run: Callable[[], None]) -> int:
     would otherwise be lost, so that rank speaks after it.
     """
     try:
-        run()
+        try:
+            run()
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:
+                raise
+            raise UserError(
+                f"the path {str(error.filename)[:SHOWN]}... is longer than this machine lets paths be (mostly 255 characters from / to /); give a shorter one."
+            ) from error
     except UserError as error:
         if not speaks():
             time.sleep(GRACE_S)

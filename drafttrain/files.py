@@ -24,6 +24,8 @@ LOCK = ".lock"
 BLOCK = 1 << 22
 """Bytes read or written at once."""
 LINES_AT_ONCE = 4096
+LONGEST_ID = 96
+"""Characters that the Hub lets an id have (owner/name)."""
 
 
 def write_atomic(path: str | Path, data: bytes | str | Iterable[bytes]) -> None:

@@ -16,10 +16,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from data_prep.__main__ import main as data_prep
 from drafttrain.cli import main, pairs
+from drafttrain.commands.plan_start import find_start, require_start
 from drafttrain.decoding.engine import generate
 from drafttrain.errors import UserError
 from drafttrain.files import RunLock
 from drafttrain.recipe import load_recipe
+from drafttrain.run import Run
 from drafttrain.validation.samples import Piece
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -469,3 +471,33 @@ def test_a_short_flag_with_an_empty_word_is_refused(command, capsys):
     """`--push "$REPO"` of a variable that is not set would else export and push nothing."""
     assert main([*command, "--config", str(Path(__file__).parents[1] / "recipes/smollm2-135m/eagle3.yaml")]) == 2
     assert f"{command[1]} is an empty word" in capsys.readouterr().err
+
+
+LONG = "x" * 300
+RECIPE = ["--config", str(ROOT / "recipes" / "smollm2-135m" / "eagle3.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["plan", *RECIPE, "--target.path", LONG], f"target.path is {LONG}, but there is no such folder"),
+        (["plan", *RECIPE, "--name", LONG], "at most 200"),
+        (["inspect", str(Path(__file__).parent), "--target", LONG], f"--target is {LONG}, but there is no such folder"),
+        (["inspect", f"owner/{LONG}"], f"owner/{LONG}, but there is no such folder"),
+        (["generate", *RECIPE, "--prompt", "x", "--runs", LONG], "x... is longer than this machine lets paths be"),
+        (["export", *RECIPE, "--runs", "y/" * 3000], "/... is longer than this machine lets paths be"),
+    ],
+)
+def test_a_path_that_is_too_long_is_a_sentence(words, said, capsys):
+    """Below Python 3.14 pathlib raises, where it is asked whether there is such a file."""
+    assert main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and said in err and err.count("\n") == 1
+
+
+def test_a_start_whose_name_is_too_long_is_not_there(tmp_path):
+    recipe = load_recipe(RECIPE[1:], [("checkpoint.start", f"owner/{LONG}")])[0]
+    start, said = find_start(recipe, Run(tmp_path), None, None)
+    assert start is None and "no such folder yet" in said[0]
+    with pytest.raises(UserError, match="there is no such folder"):
+        require_start(recipe, Run(tmp_path))

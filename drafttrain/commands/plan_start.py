@@ -9,7 +9,7 @@ from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.save import read_record
 from drafttrain.drafters.warm_start import WarmStart
 from drafttrain.errors import UserError
-from drafttrain.files import typed_path
+from drafttrain.files import LONGEST_ID, typed_path
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run
 from drafttrain.target.target import Target
@@ -36,7 +36,7 @@ def find_start(recipe: Recipe, run: Run, target: Target, made_with: Identity | N
     if find_last(run.checkpoints) is not None:
         return None, [f"checkpoint.start {where} is not read again: the run goes on from its own checkpoint"]
     folder = typed_path(where)
-    if not folder.exists():
+    if not os.path.exists(folder):
         if _may_be_hub_id(where):
             return None, [
                 f"checkpoint.start {where}: no such folder, so a Hub id; it is fetched and checked when training starts"
@@ -94,7 +94,7 @@ def _as_recorded(folder: Path, outlined: Identity) -> Identity:
 
 
 def _may_be_hub_id(where: str) -> bool:
-    return where.count("/") == 1 and not where.startswith((".", "/", "~"))
+    return where.count("/") == 1 and not where.startswith((".", "/", "~")) and len(where) <= LONGEST_ID
 
 
 def _run_of(folder: Path) -> str | None:

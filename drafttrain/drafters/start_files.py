@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from drafttrain.errors import UserError
-from drafttrain.files import typed_path
+from drafttrain.files import LONGEST_ID, typed_path
 
 WEIGHTS = "*.safetensors"
 PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
@@ -49,7 +49,7 @@ def require_place(where: str, asked: str) -> None:
     local = typed_path(where)
     if not where.strip():
         raise UserError(f"{asked} is empty; give an existing folder or a Hub id (owner/name).")
-    typed = where.startswith(("/", "./", "../", "~")) or where.count("/") != 1
+    typed = where.startswith(("/", "./", "../", "~")) or where.count("/") != 1 or len(where) > LONGEST_ID
     if not os.path.isdir(local) and (typed or os.path.exists(local)):
         raise UserError(f"{asked} is {where}, but there is no such folder; give an existing folder or a Hub id (owner/name).")
     if below := [] if _holds_drafter(local) else [f"{Path(where) / name}" for name in BELOW if _holds_drafter(local / name)]:

@@ -1,6 +1,6 @@
 """Whether the Hugging Face Hub can be asked, found out by asking once."""
 
-from pathlib import Path
+import os
 
 PATIENCE_S = 5.0
 """Seconds to wait for a connection, and for its answer."""
@@ -8,7 +8,7 @@ PATIENCE_S = 5.0
 
 def only_cached(where: str, revision: str | None) -> bool:
     """Whether the local cache is all that is to be looked at for a model: it is no local folder, and the Hub does not answer."""
-    return not Path(where).is_dir() and not hub_answers(where, revision)
+    return not os.path.isdir(where) and not hub_answers(where, revision)
 
 
 def hub_answers(model: str, revision: str | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from drafttrain.errors import UserError
-from drafttrain.files import typed_path
+from drafttrain.files import LONGEST_ID, typed_path
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.fuse import fuse_norms, merge_projections
 from drafttrain.target.hub import only_cached
@@ -148,7 +148,7 @@ def locate(path: str) -> tuple[str, str | None]:
                 f"target.path is {path}, a folder without config.json; give the folder that holds the model's config.json and safetensors."
             )
         return str(local), None
-    if os.path.exists(local) or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+    if os.path.exists(local) or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or len(path) > LONGEST_ID:
         raise UserError(
             f"target.path is {path}, but there is no such folder; give an existing folder, a .gguf file or a Hub id (owner/name)."
         )
