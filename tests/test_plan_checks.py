@@ -1,6 +1,8 @@
 """What `plan` warns of and refuses, against those that would: bench, data_prep, training, an optimizer."""
 
+import json
 import re
+import shutil
 import sys
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from drafters.test_faces import DRAFTERS as EVERY_DRAFTER
 from planning import DRAFTERS, EAGLE3, HYDRA, line, planner, refusal_of, warnings
 from tiny_run import make_run, ragged_chats, start, write_store
+from transformers.quantizers import quantizer_torchao
 
 from data_prep.prompt import Prompt
 from data_prep.split import hold_out
@@ -19,6 +22,8 @@ from drafttrain.drafters.vocabulary import choose_vocabulary
 from drafttrain.errors import UserError
 from drafttrain.files import human_bytes
 from drafttrain.layouts import one_chat
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.load import load_target
 from drafttrain.tasks.optimizer import make_optimizer, token_sides
 from drafttrain.validation.bench import Benchmark
 from drafttrain.validation.bench_questions import Question
@@ -160,6 +165,29 @@ def test_rounded_weights_without_their_library_are_said(planned, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     [said] = [each for each in warnings(planned(target={"weights": "int8"})[1]) if "torchao" in each]
     assert said.startswith("warning: on this machine training would refuse: target.weights is int8, but torchao")
+
+
+@pytest.mark.parametrize(
+    ("method", "lacks"),
+    [({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "torchao"), ({"quant_method": "none of these"}, "")],
+)
+def test_a_quantised_target_without_its_library_is_said_in_the_words_of_loading(
+    tmp_path, capsys, target_folders, monkeypatch, method, lacks
+):
+    """As transformers finds out while it loads. Of what it does not know it loads what is there."""
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setattr(quantizer_torchao, "is_torchao_available", lambda: False)
+    folder = shutil.copytree(target_folders("llama"), tmp_path / "packed")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    said = [each for each in warnings(planner(tmp_path, folder, capsys)()[1]) if "quantised" in each]
+    if not lacks:
+        assert not said
+        load_target(TargetConfig(path=str(folder)), device="cpu")
+        return
+    with pytest.raises(UserError) as refused:
+        load_target(TargetConfig(path=str(folder)), device="cpu")
+    assert said == [f"warning: on this machine training would refuse: {refused.value}"] and lacks in said[0]
 
 
 def test_a_step_in_c_without_a_compiler_is_said_in_the_words_of_training(

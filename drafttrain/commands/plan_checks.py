@@ -4,7 +4,7 @@ What training would refuse is refused. What another command would refuse, or nob
 refuse on this machine alone, since a plan may be made elsewhere than the training.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 
@@ -16,7 +16,9 @@ from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.recipe import Recipe
+from drafttrain.target.load import require_unpacked
 from drafttrain.target.precision import require_library
+from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.speed_config import require_compiler
 from drafttrain.topology import Topology, require_gpu
@@ -58,6 +60,16 @@ def _refused_here(recipe: Recipe, topology: Topology, prepared: bool) -> list[st
         ("training", partial(require_compiler, recipe.speed)),
     ]
     asked += [] if prepared else [("data_prep", source.require_there) for source in recipe.prepare.prompts]
+    return _refusals(asked)
+
+
+def unreadable(recipe: Recipe, target: Target) -> list[str]:
+    """A warning where this machine lacks what unpacks a target's quantised weights. `target`: an outline, made of the config."""
+    return _refusals([("training", partial(require_unpacked, target.model.config, recipe.target.path))])
+
+
+def _refusals(asked: Sequence[tuple[str, Callable[[], None]]]) -> list[str]:
+    """A warning for each stage that would refuse."""
     found = []
     for stage, require in asked:
         try:

@@ -73,6 +73,7 @@ def _alike(layers: list[Any]) -> bool:
         layer.in_features == first.in_features
         and (layer.bias is None) == (first.bias is None)
         and layer.weight.dtype == first.weight.dtype
+        and type(layer.weight.data) is Tensor  # no packed numbers, as of a quantised target
         and not layer.weight.requires_grad
         for layer in layers
     )

@@ -1,5 +1,6 @@
 """Finding and loading a target: Hub id, local folder, GGUF file, or a file inside an installed Python package."""
 
+import copy
 import hashlib
 import importlib.util
 import io
@@ -163,6 +164,10 @@ def _load(config: TargetConfig, where: str, gguf: str | None, shards: int) -> tu
         hf_config, tokenizer, commit, common = _load_light(config, where, gguf)
         if shards > 1:
             common |= _sharing(hf_config.get_text_config(), config.path, gguf, shards)
+        if gguf:
+            # Plain weights are wanted. Left packed, they would come with kernels where this machine has some, else with a warning. Of another target nothing
+            # is said, not even None: that would be taken over what its config.json says of its weights, and packed numbers be read as they stand.
+            common["quantization_config"] = GgufConfig(dequantize=True)
         # A GGUF is unpacked under a progress bar that no setting of transformers turns off.
         with redirect_stderr(io.StringIO()) if gguf else nullcontext():
             model = AutoModelForCausalLM.from_pretrained(
@@ -170,8 +175,6 @@ def _load(config: TargetConfig, where: str, gguf: str | None, shards: int) -> tu
                 dtype=getattr(torch, config.dtype),
                 attn_implementation="eager" if gguf else ATTENTION,
                 use_safetensors=None if gguf else True,
-                # Plain weights are wanted. Left packed, they would come with kernels where this machine has some, else with a warning.
-                quantization_config=GgufConfig(dequantize=True) if gguf else None,
                 **common,
             )
     except UserError:
@@ -182,6 +185,20 @@ def _load(config: TargetConfig, where: str, gguf: str | None, shards: int) -> tu
     if shards > 1:
         _make_ends_whole(model)
     return model, tokenizer, commit
+
+
+def require_unpacked(hf_config: Any, path: str) -> None:
+    """UserError, in the words of loading, where weights are quantised in a way that needs what this machine lacks. The config alone is asked."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    said = getattr(hf_config, "quantization_config", None) or getattr(hf_config.get_text_config(), "quantization_config", None)
+    if path.endswith(".gguf") or not said:  # a GGUF is made plain
+        return
+    try:
+        if AutoHfQuantizer.supports_quant_method(said):  # what transformers does not know it leaves alone
+            AutoHfQuantizer.from_config(copy.deepcopy(said), pre_quantized=True).validate_environment(device_map=None)
+    except Exception as error:  # each kind of quantisation has its own
+        raise UserError(f"target {path} could not be loaded: {reason(error)}") from error
 
 
 def _sharing(text: Any, path: str, gguf: str | None, shards: int) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """A target with rounded matrices: as exact as its bits allow, another target to everything made with it, and never rounded where it may not be."""
 
+import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ import torch
 import yaml
 from planning import EAGLE3, line, planner
 from recipe_targets import ROOT
+from safetensors.torch import load_file, save_file
 from tasks.test_speed import TAPS, packed
 from tiny_run import logged, make_run, start
 from torch import nn
@@ -18,6 +21,7 @@ from drafttrain.export.card import _precision
 from drafttrain.files import human_bytes
 from drafttrain.recipe import load_recipe
 from drafttrain.target.config import TargetConfig
+from drafttrain.target.fuse import TOGETHER, merge_projections
 from drafttrain.target.load import load_target
 from drafttrain.target.precision import bytes_of, revision_of, rounded_to
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
@@ -124,3 +128,48 @@ def test_shared_matrices_are_counted_by_their_part(tiny_llama):
     whole = bytes_of(tiny_llama.model, 4, None, 1)
     assert whole == sum(weight.nbytes for weight in tiny_llama.model.parameters())
     assert bytes_of(tiny_llama.model, 4, None, 2) == whole - matrix_bytes // 2
+
+
+# ---- targets that came quantised ---------------------------------------------------------------------------------------------
+
+
+def test_a_target_that_came_in_fp8_is_read_with_its_scales(target_folders, tmp_path):
+    """A scale for each block of 16 x 16, made here. Read as they stand the numbers would be hundreds of times too large, and a target with them says
+    something as well."""
+    plain = load_target(TargetConfig(path=str(target_folders("llama"))), device="cpu")
+    folder = shutil.copytree(target_folders("llama"), tmp_path / "fp8")
+    config = json.loads((folder / "config.json").read_text())
+    method = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    stored = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = weight
+        if "_proj" in name:
+            rows, columns = weight.shape
+            blocks = weight.float().view(rows // 16, 16, columns // 16, 16)
+            scales = blocks.abs().amax((1, 3)) / 448
+            stored[name] = (blocks / scales[:, None, :, None]).view(rows, columns).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scales
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    found = load_target(TargetConfig(path=str(folder)), device="cpu")
+    for name, module in matrices(plain).items():
+        error = (matrices(found)[name].weight - module.weight).abs()
+        assert error.max() > 0 and (error <= HALF_A_STEP["fp8"] * module.weight.abs() + 1e-4 * module.weight.abs().max()).all()
+
+
+def test_packed_numbers_are_not_merged():
+    """Of a type of their own, which need not know how to be put together."""
+
+    class Packed(torch.Tensor):
+        pass
+
+    def group(packed: bool) -> nn.Module:
+        block = nn.Module()
+        for name in TOGETHER[0]:
+            layer = nn.Linear(4, 4, bias=False)
+            data = layer.weight.data.as_subclass(Packed) if packed else layer.weight.data
+            layer.weight = nn.Parameter(data, requires_grad=False)
+            setattr(block, name, layer)
+        return block
+
+    assert merge_projections(group(packed=False)) == 1 and merge_projections(group(packed=True)) == 0
