@@ -301,3 +301,23 @@ def test_a_form_that_no_such_drafter_has_is_refused_before_the_target_is_loaded(
     assert len(loaded) == (0 if reason else 1)
     if reason:
         assert f"drafters of class Eagle3 cannot be written for transformers: {reason}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda best: shutil.rmtree(best), "checkpoints/best holds no trained drafter (no drafter.json); run train first."),
+        (
+            lambda best: (best / "drafter.json").unlink(),
+            "checkpoints/best holds no trained drafter (no drafter.json); run train first.",
+        ),
+        (lambda best: (best / "drafter.json").write_text("{"), "drafter.json is damaged"),
+    ],
+)
+def test_a_run_without_a_drafter_is_refused_before_the_target_is_loaded(made, capsys, monkeypatch, damage, words):
+    monkeypatch.setattr("drafttrain.commands.export.load", lambda config: pytest.fail("the target was loaded"))
+    best = made[1] / "tiny" / "checkpoints" / "best"
+    damage(best)
+    assert export(made) == 2 and words in capsys.readouterr().err
+    if (best / "drafter.json").exists():
+        assert export(made, "--checkpoint", best) == 2

@@ -28,14 +28,14 @@ SAVED = "drafter.json"
 
 
 def find_source(recipe: Recipe, run: Run) -> Path | TrainingState:
-    """A folder of a saved drafter, or a training state: looked for before the target is loaded. UserError if it is not there."""
+    """A folder of a saved drafter, or a training state: looked for before the target is loaded. UserError if it is not there, or its record is damaged."""
     asked = recipe.export.checkpoint
-    if asked == "best":
-        return run.best
     if asked == "last":
         return TrainingState.newest(run.checkpoints)
-    if os.path.exists(typed_path(asked) / SAVED):
-        return typed_path(asked)
+    if asked == "best" or os.path.exists(typed_path(asked) / SAVED):
+        folder = run.best if asked == "best" else typed_path(asked)
+        read_record(folder)
+        return folder
     return TrainingState.at(asked, run.checkpoints, recipe.export.pickle)
 
 
