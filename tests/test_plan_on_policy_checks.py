@@ -162,6 +162,17 @@ def test_learning_while_serving_is_told_where_it_is_set(planned):
     assert said.startswith("warning: adapt would refuse: optimizer.schedule is cosine")
 
 
+def test_the_memory_of_a_step_is_that_of_training_alone_where_a_drafter_learns_while_serving(planned):
+    sections = {"task": "distill", "optimizer": {"schedule": "constant"}}
+    assert "adapt" not in line(planned(**sections)[1], "memory of a step on a GPU, ")
+    told = "; adapt learns from answers instead, in steps as large as those are"
+    said = line(planned(adapt={"every": 5}, **sections)[1], "memory of a step of train on a GPU, ")
+    assert told in said and "recorded" not in said and "records" not in said
+    sections["speed"] = {"compile": True, "graph_step": True}
+    said = line(planned(adapt={"every": 5}, **sections)[1], "memory of a step of train on a GPU, ")
+    assert "recorded step's copies" in said and f"{told}, and records none" in said
+
+
 @pytest.mark.parametrize(
     "path",
     [path for path in RECIPES if load_recipe([path])[0].task == "on_policy"],

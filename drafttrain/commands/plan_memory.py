@@ -13,6 +13,7 @@ from drafttrain.files import human_bytes
 from drafttrain.layouts import filled, one_chat
 from drafttrain.recipe import Recipe
 from drafttrain.target.target import Target
+from drafttrain.tasks.adapt_config import AdaptConfig
 from drafttrain.tasks.memory import DRAFTER, GRADIENTS, OPTIMIZER, OTHERS, TARGET, Step, peak_of
 from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.topology import Topology
@@ -54,9 +55,14 @@ def memory(recipe: Recipe, store: TokenStore | None, topology: Topology, target:
     whose = "a full row" if store is None else "the fullest of the first micro-batches"
     notes = _notes(recipe)
     return [
-        f"memory of a step on a GPU, each process: {made_of} = at most {human_bytes(peak.bytes)} at once ({len(layout.label_N):,} elements, "
+        f"memory of a step{' of train' if _adapts(recipe) else ''} on a GPU, each process: {made_of} = at most {human_bytes(peak.bytes)} at once ({len(layout.label_N):,} elements, "
         f"{whose}){notes}"
     ]
+
+
+def _adapts(recipe: Recipe) -> bool:
+    """Whether the recipe says anything of `adapt`, whose steps are others."""
+    return recipe.adapt != AdaptConfig()
 
 
 def _notes(recipe: Recipe) -> str:
@@ -67,6 +73,9 @@ def _notes(recipe: Recipe) -> str:
         found.append("speed.graph_step holds what a step computes once more while it records a further size")
     if recipe.data.length >= LONG and not recipe.speed.fused_rows:
         found.append("speed.fused_rows holds no scores of such long rows")
+    if _adapts(recipe):
+        recorded = ", and records none" if recipe.speed.records else ""
+        found.append(f"adapt learns from answers instead, in steps as large as those are{recorded}")
     if uses_deepspeed(recipe.trainer.get("strategy")):
         found.append("DeepSpeed divides what stays and adds its buckets")
     if recipe.target.weights is not None:
