@@ -167,27 +167,45 @@ def test_rounded_weights_without_their_library_are_said(planned, monkeypatch):
     assert said.startswith("warning: on this machine training would refuse: target.weights is int8, but torchao")
 
 
-@pytest.mark.parametrize(
-    ("method", "lacks"),
-    [({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "torchao"), ({"quant_method": "none of these"}, "")],
-)
-def test_a_quantised_target_without_its_library_is_said_in_the_words_of_loading(
-    tmp_path, capsys, target_folders, monkeypatch, method, lacks
-):
-    """As transformers finds out while it loads. Of what it does not know it loads what is there."""
-    monkeypatch.setitem(sys.modules, "torchao", None)
-    monkeypatch.setattr(quantizer_torchao, "is_torchao_available", lambda: False)
-    folder = shutil.copytree(target_folders("llama"), tmp_path / "packed")
+TORCHAO = {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}
+
+
+def quantised(folder, into, method):
+    """A target that says that it came so."""
+    folder = shutil.copytree(folder, into)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
-    said = [each for each in warnings(planner(tmp_path, folder, capsys)()[1]) if "quantised" in each]
-    if not lacks:
-        assert not said
-        load_target(TargetConfig(path=str(folder)), device="cpu")
-        return
+    return folder
+
+
+def test_a_quantised_target_without_its_library_is_said_in_the_words_of_loading(tmp_path, capsys, target_folders, monkeypatch):
+    """As transformers finds out while it loads, whether the library is there or not."""
+
+    def lacking(*_, **__):
+        raise ImportError("No module named 'torchao'")
+
+    monkeypatch.setattr(quantizer_torchao.TorchAoHfQuantizer, "validate_environment", lacking)
+    folder = quantised(target_folders("llama"), tmp_path / "packed", {"quant_method": "torchao", "quant_type": TORCHAO})
     with pytest.raises(UserError) as refused:
         load_target(TargetConfig(path=str(folder)), device="cpu")
-    assert said == [f"warning: on this machine training would refuse: {refused.value}"] and lacks in said[0]
+    assert "quantised in a way that needs something this machine lacks (No module named 'torchao'); install" in str(refused.value)
+    [said] = [each for each in warnings(planner(tmp_path, folder, capsys)()[1]) if "quantised" in each]
+    assert said == f"warning: on this machine training would refuse: {refused.value}"
+
+
+def test_what_transformers_does_not_know_to_unpack_is_not_warned_of(tmp_path, capsys, target_folders):
+    folder = quantised(target_folders("llama"), tmp_path / "packed", {"quant_method": "none of these"})
+    assert not [each for each in warnings(planner(tmp_path, folder, capsys)()[1]) if "quantised" in each]
+    load_target(TargetConfig(path=str(folder)), device="cpu")
+
+
+def test_weights_that_came_quantised_are_not_rounded(tmp_path, capsys, target_folders, monkeypatch):
+    """torchao itself ends in an error of its own."""
+    monkeypatch.setattr("drafttrain.target.load.require_library", lambda weights: None)
+    folder = quantised(target_folders("llama"), tmp_path / "packed", {"quant_method": "torchao", "quant_type": TORCHAO})
+    with pytest.raises(UserError, match="target.weights is int8, but the weights of target .* came quantised") as refused:
+        load_target(TargetConfig(path=str(folder), weights="int8"), device="cpu")
+    assert planner(tmp_path, folder, capsys)(code=2, target={"weights": "int8"})[1][-1] == f"error: {refused.value}"
 
 
 def test_a_step_in_c_without_a_compiler_is_said_in_the_words_of_training(

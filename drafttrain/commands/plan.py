@@ -39,7 +39,7 @@ from drafttrain.options import Options
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run, dump_yaml
 from drafttrain.target.hub import only_cached
-from drafttrain.target.load import locate, reason
+from drafttrain.target.load import locate, reason, require_unrounded
 from drafttrain.target.precision import bytes_of
 from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_start import drafts_of, require_text
@@ -93,6 +93,7 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
         yield f"parameters and bytes: not known, because the target's config cannot be read: {unread}"
         require_start(recipe, run)
         return
+    require_unrounded(target.model.config, recipe.target)
     yield from unreadable(recipe, target)
     counted = store if store is not None and store.manifest.identity.vocab == target.vocab else None
     start, said = find_start(recipe, run, target, None if counted is None else counted.manifest.identity)

@@ -162,6 +162,7 @@ def _load(config: TargetConfig, where: str, gguf: str | None, shards: int) -> tu
 
     try:
         hf_config, tokenizer, commit, common = _load_light(config, where, gguf)
+        require_unrounded(hf_config, config)
         if shards > 1:
             common |= _sharing(hf_config.get_text_config(), config.path, gguf, shards)
         if gguf:
@@ -187,12 +188,26 @@ def _load(config: TargetConfig, where: str, gguf: str | None, shards: int) -> tu
     return model, tokenizer, commit
 
 
+def quantisation(hf_config: Any, path: str) -> Any:
+    """What a config says of weights that came quantised, and None of others, as of a GGUF, which is made plain."""
+    said = getattr(hf_config, "quantization_config", None) or getattr(hf_config.get_text_config(), "quantization_config", None)
+    return None if path.endswith(".gguf") else said
+
+
+def require_unrounded(hf_config: Any, config: TargetConfig) -> None:
+    """UserError where weights that came quantised are to be rounded."""
+    if config.weights is not None and quantisation(hf_config, config.path):
+        raise UserError(
+            f"target.weights is {config.weights}, but the weights of target {config.path} came quantised (quantization_config in its config.json); set it to "
+            "null."
+        )
+
+
 def require_unpacked(hf_config: Any, path: str) -> None:
     """UserError, in the words of loading, where weights are quantised in a way that needs what this machine lacks. The config alone is asked."""
     from transformers.quantizers import AutoHfQuantizer
 
-    said = getattr(hf_config, "quantization_config", None) or getattr(hf_config.get_text_config(), "quantization_config", None)
-    if path.endswith(".gguf") or not said:  # a GGUF is made plain
+    if not (said := quantisation(hf_config, path)):
         return
     try:
         if AutoHfQuantizer.supports_quant_method(said):  # what transformers does not know it leaves alone
