@@ -62,7 +62,8 @@ class Distillation(Objective):
     (the sum of the position weights: DFlash)."""
     chunk: int = 0
     """Elements whose logits are held at once; the target's are then computed for each element, not once for each row. Where it is less than a
-    micro-batch has, all logits are computed twice: once more on the way back. 0 holds all (faster where memory allows)."""
+    micro-batch has, all logits are computed twice, once more on the way back, unless the drafter speaks with the target's head (DFlash, EAGLE-1, Medusa) and
+    learns from one divergence. 0 holds all."""
 
     def __post_init__(self):
         require_divergences("divergences", self.divergences)
@@ -113,7 +114,11 @@ def score_elements(
     divergences: Sequence[Divergence], drafted: Drafted, student: Student, teacher: Teacher, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Divergences, before their weights [G, N], with gradient; log q(label) and whether the label is the drafter's likeliest token, [N],
-    detached. `chunk` elements at once, 0 all: see `Distillation.chunk`."""
+    detached. `chunk` elements at once, 0 all: see `Distillation.chunk`.
+
+    A divergence is row-wise: what becomes of element n's loss is a factor of its own gradient and of no other. So where a head is frozen and nothing but
+    the states learns, a chunk's gradient is computed right behind its logits, before anybody knows the factor, and the logits are dropped for good.
+    """
 
     names, selector = list(drafted.extra), drafted.selector
 
@@ -133,10 +138,25 @@ def score_elements(
         return score(*each_N, Taught(teacher, drafted.teacher_MD), drafted.row_N, *more_N)
     if len(drafted.label_N) <= chunk:  # the way back would hold no less if it computed them again
         return score_alone(*each_N, drafted.row_N, *more_N)
+
+    def score_again(*chunk_N: Tensor):
+        return checkpoint(score_alone, *chunk_N, use_reentrant=False)
+
+    def score_once(hidden_NH: Tensor, *rest_N: Tensor):
+        def total(hidden_NH: Tensor):
+            loss_1N, log_q_N, right_N = score_alone(hidden_NH, *rest_N)
+            return loss_1N.sum(), (loss_1N, log_q_N, right_N)
+
+        gradient_NH, (loss_1N, log_q_N, right_N) = torch.func.grad(total, has_aux=True)(hidden_NH.detach())
+        carrier_N = (hidden_NH.float() * gradient_NH.float()).sum(-1)  # its gradient is that one
+        return loss_1N + (carrier_N - carrier_N.detach()), log_q_N, right_N
+
+    once = drafted.frozen_head and selector is None and not names and len(divergences) == 1
     parts = []
     for i in range(-(-len(drafted.label_N) // chunk)):
         piece = slice(i * chunk, (i + 1) * chunk)
-        parts.append(checkpoint(score_alone, *(x[piece] for x in (*each_N, drafted.row_N, *more_N)), use_reentrant=False))
+        of_chunk = (x[piece] for x in (*each_N, drafted.row_N, *more_N))
+        parts.append(score_once(*of_chunk) if once else score_again(*of_chunk))
     loss_GN, log_q_N, right_N = (torch.cat(pieces, dim=-1) for pieces in zip(*parts, strict=True))
     return loss_GN, log_q_N, right_N
 

@@ -141,6 +141,8 @@ class Drafted:
     """What else the drafter says of each element, by name [N, ...]."""
     selector: Selector | None = None
     """Where it speaks by two heads: then the logits that are scored are those of the first one alone."""
+    frozen_head: bool = False
+    """Whether nothing that makes logits of `hidden_NH` is trained."""
 
 
 @dataclass(frozen=True)

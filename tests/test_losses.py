@@ -186,6 +186,35 @@ def test_chunked_equals_plain(ids_V, divergence, chunk):
         torch.testing.assert_close(chunked[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("positions", [DPace(), Decay(0.5)], ids=repr)
+@pytest.mark.parametrize("divergence", EVERY, ids=lambda d: type(d).__name__)
+def test_behind_a_frozen_head_a_chunk_teaches_as_much_and_is_computed_once(ids_V, divergence, positions):
+    """What an element's weight and divisor are is not known when its gradient is computed; some weights are 0."""
+    drafted, model = drafted_of(ids_V), Linear(ids_V)
+    model.student_VH.requires_grad_(False), model.bias_V.requires_grad_(False)
+    frozen, grads, sums = replace(drafted, frozen_head=True), [], []
+    for own, chunk in ((drafted, 0), (frozen, 5)):
+        model.spoken.clear()
+        terms, metrics = Distillation([divergence], positions, "drafts", chunk).terms(own, model.student, model, DEPTH)
+        loss = 3 * terms["drafts"].sum / terms["drafts"].count
+        grads.append(torch.autograd.grad(loss, drafted.hidden_NH)[0])
+        sums.append({"loss": loss.detach()} | metrics)
+        assert sum(model.spoken) == len(drafted.label_N) and max(model.spoken) <= (chunk or 1000)
+    assert grads[0].any()
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(sums[1], sums[0], rtol=1e-5, atol=1e-7)
+
+
+def test_of_two_divergences_behind_a_frozen_head_each_keeps_its_own_gradient():
+    """Their factors differ, and one gradient for both could not tell them apart."""
+    drafted, model = drafted_of(SAYABLE["full"]), Linear(SAYABLE["full"])
+    kinds = [SoftCrossEntropy(), HardCrossEntropy(weight=0.5)]
+    plain, chunked = (
+        results(Distillation(kinds, chunk=chunk), replace(drafted, frozen_head=True), model)["a"] for chunk in (0, 5)
+    )
+    torch.testing.assert_close(chunked, plain, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("chunk", [0, 4])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_no_elements_give_no_loss_and_no_gradient(reduction, chunk):

@@ -130,6 +130,8 @@ class DrafterNet(nn.Module):
     """Whether the backward pass computes the inside of each layer, or of each unrolled step, anew instead of keeping it."""
     reads_last: bool = False
     """Whether `logits` looks at the token before."""
+    frozen_head: bool = False
+    """Whether `logits` is made of nothing that is trained but the states: the target's head alone."""
     unsaid: tuple[int, ...] = ()
     """Tokens that no training text may hold."""
     words: tuple[str, ...] = ("lm_head.weight",)
@@ -206,6 +208,7 @@ class DrafterNet(nn.Module):
             depth_N=layout.depth_N,
             vocabulary_V=self.speakable_V,
             stream_N=layout.streams(),
+            frozen_head=self.frozen_head,
         )
 
     def logits(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:

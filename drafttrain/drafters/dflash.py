@@ -39,5 +39,7 @@ class DFlash(_BlockDrafter):
 class DFlashNet(BlockNet):
     """The trainable weights; tensor names are those of the serving format."""
 
+    frozen_head = True
+
     def logits(self, hidden_NH: Tensor, prev_N: Tensor) -> Tensor:
         return self.head(hidden_NH)

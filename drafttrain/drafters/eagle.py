@@ -61,6 +61,7 @@ class EagleNet(UnrolledNet):
     """The trainable weights; tensor names are those of the serving format."""
 
     words = ()
+    frozen_head = True
     alone = True
 
     def __init__(self, config: Eagle, shape: DecoderShape, vocabulary: DraftVocabulary, embedding: Frozen, head: TargetHead):

@@ -200,7 +200,7 @@ class HeadsNet(DrafterNet):
         if config.own_heads:
             self.lm_head = nn.Linear(config.heads * H, len(vocabulary.ids), bias=False)
         else:
-            self.words = ()
+            self.words, self.frozen_head = (), True
         if config.constants:
             self.head_bias = nn.Linear(config.heads, len(vocabulary.ids), bias=False)
             nn.init.zeros_(self.head_bias.weight)

@@ -7,6 +7,7 @@ Shapes: B rows, T tokens, N scored elements, M teacher rows, Q drafting rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -100,17 +101,18 @@ T = TypeVar("T")
 def record(compute: Callable[[], T], what: str, way_out: str, pool: Any = None) -> tuple[torch.cuda.CUDAGraph, T]:
     """What `compute` launches on the device, as a CUDA graph, and what it returned: tensors that each replay overwrites. `pool`: memory of another graph
     to be shared. UserError where something cannot be recorded."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    current = torch.cuda.current_stream()
+    side = torch.cuda.Stream() if current == torch.cuda.default_stream() else current  # the default stream cannot be recorded
+    side.wait_stream(current)
     # A run that goes on records anew where one that was not stopped does not: what is drawn here may not be missing behind it.
     with torch.cuda.stream(side), torch.random.fork_rng(devices=[torch.cuda.current_device()]):
         for _ in range(2):  # compiles, and lets libraries choose their kernels and workspaces, before anything is recorded
             compute()
-    torch.cuda.current_stream().wait_stream(side)
+    current.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     try:
         # Other threads (pinning batches, watching NCCL) go on calling CUDA meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             found = compute()
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
@@ -125,6 +127,12 @@ Loss = Callable[[Sequences, Features, Layout, Tensor], tuple[Tensor, dict[str, T
 def records_steps(speed: SpeedConfig, device: torch.device) -> bool:
     """Are loss and gradients replayed as CUDA graphs?"""
     return speed.records and device.type == "cuda"
+
+
+def own_stream(speed: SpeedConfig, device: torch.device) -> AbstractContextManager:
+    """A stream for all of a training that records its steps, else nothing. Autograd adds gradients up on the stream where it first met a weight, in the
+    steps before too whose graphs are still there; were that the default one, none could be recorded behind them."""
+    return torch.cuda.stream(torch.cuda.Stream(device)) if records_steps(speed, device) else nullcontext()
 
 
 class GraphedStep:

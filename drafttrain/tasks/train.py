@@ -52,7 +52,7 @@ from drafttrain.tasks.optimizer import OptimizerConfig, token_sides, turned_by_m
 from drafttrain.tasks.progress import Reporter
 from drafttrain.tasks.rollouts import Turns
 from drafttrain.tasks.sections import Sections, recipe_facts
-from drafttrain.tasks.speed import reads_ahead, records_steps
+from drafttrain.tasks.speed import own_stream, reads_ahead, records_steps
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed, zero_stage
@@ -330,7 +330,8 @@ def _fit(
     if saved is not None and saved.state.is_dir():
         _cut_anew(trainer.strategy, task, saved)
     try:
-        trainer.fit(task, loader, ckpt_path=None if saved is None else str(saved.state), weights_only=True)
+        with own_stream(sections.speed, task.target.device):
+            trainer.fit(task, loader, ckpt_path=None if saved is None else str(saved.state), weights_only=True)
     finally:
         reporter.close()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -349,6 +350,8 @@ def _quiet() -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+    # Of recorded steps under DDP, which adds gradients up on a stream of its own; events join the two.
+    warnings.filterwarnings("ignore", message="The AccumulateGrad node's stream does not match")
 
 
 def _say_nothing(text: str) -> None:

@@ -125,6 +125,13 @@ def test_training_forward_equals_decoding_step_by_step(any_target, config):
     assert float(trained.detach().std(0).mean()) > 1e-2  # the comparison is not one of constants
 
 
+def test_a_head_is_called_frozen_where_nothing_of_it_learns(tiny_llama, config):
+    """Behind one that is called so, the states alone are given gradients (losses.py)."""
+    net = net_for(tiny_llama, config)
+    _, _, drafted = drafted_of(net, tiny_llama, chat("0000111111110001111100"))
+    assert drafted.frozen_head == (not net.logits(drafted.hidden_NH.detach(), drafted.prev_N).requires_grad)
+
+
 def test_committing_in_pieces_equals_committing_at_once(tiny_llama, config):
     net = net_for(tiny_llama, config)
     g = torch.Generator().manual_seed(0)
