@@ -22,8 +22,10 @@ from drafttrain.types import Layout, Sequences
 
 QUERY_MULTIPLE = 32
 """Drafting rows are padded to a multiple of this, so that shapes repeat and kernels and allocations are reused."""
+WIDTHS = 4
+"""How many numbers of drafting rows a compiled step may have."""
 FILLS = 8
-"""How many sizes the parts of a layout that is filled up may have."""
+"""How many sizes the elements and the teacher rows of a layout that is filled up may have."""
 PREFIXES = 1
 """Last number of the seed by which prefixes are drawn, apart from the anchors of the same row."""
 
@@ -130,34 +132,51 @@ def padded(count: int) -> int:
     return -(-count // QUERY_MULTIPLE) * QUERY_MULTIPLE
 
 
+def widened(layout: Layout, tokens: int) -> Layout:
+    """The same elements, with places for as many drafting rows as make the next quarter of the most that there could be. A step is compiled for each such
+    number: torch (2.11, 2.13) cannot compile one for all, since it takes the strides of what the way back reads for plain numbers. `tokens`: of a packed
+    row. Not for layouts of replayed rounds."""
+    Q = layout.query_BQ.shape[1]
+    wide = _next(WIDTHS, Q, padded(tokens))
+    return layout if wide == Q or isinstance(layout, ThinnedLayout) else type(layout)(**_of_width(layout, wide))
+
+
 def filled(layout: Layout, tokens: int, fixed_queries: bool = False) -> Layout:
     """The same elements and drafting rows, and behind them such as count nothing, so that few sizes recur: a step that is recorded for its sizes is then
     recorded a few times. `tokens`: of a packed row. Not for layouts of replayed rounds.
 
-    Elements, teacher rows and drafting rows (these not with `fixed_queries`, or in a thinned layout) are filled up to the next eighth of the most
-    that there could be. An element that fills is the first one again, but of depth 0: what it says is as finite as what that one says. A layout
+    Elements and teacher rows are filled up to the next eighth of the most that there could be, drafting rows (but not with `fixed_queries`) as
+    `widened` does. An element that fills is the first one again, but of depth 0: what it says is as finite as what that one says. A layout
     without elements stays as it is.
     """
-    (B, Q), N, M, K = layout.query_BQ.shape, len(layout.label_N), len(layout.pool_M), len(layout.dropped_K)
-    if not N:
+    if not len(layout.label_N):
         return layout
-    wide = Q if fixed_queries or isinstance(layout, ThinnedLayout) else _next_eighth(Q, padded(tokens))
-    more = {"N": _next_eighth(N, K * B * wide) - N, "M": _next_eighth(M, B * tokens) - M}
+    layout = layout if fixed_queries else widened(layout, tokens)
+    (B, Q), N, M, K = layout.query_BQ.shape, len(layout.label_N), len(layout.pool_M), len(layout.dropped_K)
+    more = {"N": _next(FILLS, N, K * B * Q) - N, "M": _next(FILLS, M, B * tokens) - M}
     fields = dict(vars(layout))
-    for name in ("draft_N", "cell_N"):  # both count drafting rows, of which there are more now
-        fields[name] = fields[name] // Q * wide + fields[name] % Q
     for name, value in fields.items():
         letters = name.rpartition("_")[2]
         if letters in more:
             fields[name] = torch.cat([value, value[:1].expand(more[letters])])
-        elif letters == "BQ":
-            fields[name] = pad(value, (0, wide - Q), value=-1 if name == "query_BQ" else 0)
     fields["depth_N"][N:] = 0
     return type(layout)(**fields)
 
 
-def _next_eighth(count: int, most: int) -> int:
-    step = padded(-(-most // FILLS))
+def _of_width(layout: Layout, wide: int) -> dict[str, Tensor]:
+    """The fields of a layout with places for so many drafting rows."""
+    fields, Q = dict(vars(layout)), layout.query_BQ.shape[1]
+    for name in ("draft_N", "cell_N"):  # both count drafting rows
+        fields[name] = fields[name] // Q * wide + fields[name] % Q
+    for name, value in fields.items():
+        if name.endswith("_BQ"):
+            fields[name] = pad(value, (0, wide - Q), value=-1 if name == "query_BQ" else 0)
+    return fields
+
+
+def _next(parts: int, count: int, most: int) -> int:
+    """Up to the next of so many parts of the most."""
+    step = padded(-(-most // parts))
     return -(-count // step) * step
 
 

@@ -10,7 +10,7 @@ from drafttrain.data.store import TokenStore
 from drafttrain.data.stream import Share, WindowStream
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.files import human_bytes
-from drafttrain.layouts import filled, one_chat
+from drafttrain.layouts import filled, one_chat, widened
 from drafttrain.recipe import Recipe
 from drafttrain.target.target import Target
 from drafttrain.tasks.adapt_config import AdaptConfig
@@ -90,7 +90,9 @@ def _micro_batch(recipe: Recipe, store: TokenStore | None, target: Target, net: 
     data = recipe.data
 
     def fill(layout: Layout) -> Layout:
-        return filled(layout, data.length, net.fixed_queries) if recipe.speed.records else layout
+        if recipe.speed.records:
+            return filled(layout, data.length, net.fixed_queries)
+        return widened(layout, data.length) if recipe.speed.compile and not net.fixed_queries else layout
 
     if store is None:
         alone = one_chat(net.vocabulary.ids[:1].cpu().repeat(data.length), prompt_len=1)

@@ -18,7 +18,7 @@ from drafttrain.data.stream import MicroBatch
 from drafttrain.divergences import Teacher
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
-from drafttrain.layouts import ThinnedLayout
+from drafttrain.layouts import widened
 from drafttrain.losses import Objective
 from drafttrain.replay import ReplayLayout
 from drafttrain.target.target import Target
@@ -36,8 +36,7 @@ def make_score(
     """The drafter's forward pass and the objective as one function, compiled if asked.
 
     Batch and row length never change in a run; how many elements are scored does, so those sizes stay symbolic and nothing is
-    compiled twice. (Widths of a thinned layout do not change either; made symbolic, they cost the compiler minutes. Nor do places for a drawn number of
-    anchors, and attention to a symbolic number of blocks is slower.)
+    compiled twice. How many places there are for drafting rows is a plain number, of which there are few (`widened`); so are the widths of a thinned layout.
     """
 
     def score(sequences: Sequences, features: Features, layout: Layout) -> Scored:
@@ -49,13 +48,25 @@ def make_score(
     compiled = torch.compile(score, options={"cpp_wrapper": True} if cpp_wrapper else None)
 
     def with_symbols(sequences: Sequences, features: Features, layout: Layout) -> Scored:
-        for name in ("anchor_N", "depth_N", "label_N", "teacher_N", "draft_N", "cell_N", "pool_M"):
+        replayed = isinstance(layout, ReplayLayout)
+        if not (net.fixed_queries or replayed):
+            layout = widened(layout, sequences.ids_BT.shape[1])
+        for name in (
+            "anchor_N",
+            "depth_N",
+            "label_N",
+            "teacher_N",
+            "draft_N",
+            "cell_N",
+            "pool_M",
+            *(["stream_N"] if replayed else []),
+        ):
             torch._dynamo.maybe_mark_dynamic(getattr(layout, name), 0)
-        if not (isinstance(layout, ThinnedLayout) or net.fixed_queries):
-            torch._dynamo.maybe_mark_dynamic(layout.query_BQ, 1)
         if isinstance(layout, ReplayLayout):
-            torch._dynamo.maybe_mark_dynamic(layout.stream_N, 0)
-            torch._dynamo.maybe_mark_dynamic(layout.fed_BQK, 1)
+            for rows in [layout.fed_BQK] if net.fixed_queries else [layout.fed_BQK, layout.query_BQ]:
+                torch._dynamo.maybe_mark_dynamic(rows, 1)
+        else:
+            torch._dynamo.mark_static(layout.query_BQ, 1)
         if features.branch_VD is not None:
             torch._dynamo.maybe_mark_dynamic(features.branch_VD, 0)
         return compiled(sequences, features, layout)

@@ -7,6 +7,7 @@ from torch._dynamo.utils import counters
 
 from drafttrain.divergences import Confidence, Divergence, Selection, TopKCrossEntropy
 from drafttrain.drafters.eagle3 import Eagle3
+from drafttrain.layouts import one_chat
 from drafttrain.losses import Distillation
 from drafttrain.position_weights import DPace, Exponential, ValidPrefix
 from drafttrain.recipe_build import choices
@@ -78,6 +79,34 @@ def test_a_compiled_step_gives_the_same_loss_and_gradients_and_is_compiled_once(
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     assert counters["stats"]["unique_graphs"] == 1, counters["stats"]
     assert not counters["graph_break"], counters["graph_break"]
+
+
+def test_a_step_is_compiled_for_few_numbers_of_drafting_rows(tiny_llama, monkeypatch):
+    """torch makes a plain number of that one, whatever it is told, and would compile each anew, minutes long, and none behind the eighth."""
+    net, T, before, seen = make_net(tiny_llama), 512, set(), set()
+
+    def compile_nothing(score, options=None):
+        def compiled(sequences, features, layout):
+            seen.add(layout.query_BQ.shape[1])
+            assert 1 in layout.query_BQ._dynamo_static_indices
+            return score(sequences, features, layout)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compile_nothing)
+    objective, teacher = Distillation(), TargetTeacher(tiny_llama, net)
+    plain, compiled = (make_score(net, objective, teacher, 3, compile=flag) for flag in (False, True))
+    for answer in range(20, T - 8, 40):
+        g = torch.Generator().manual_seed(answer)
+        sequences = one_chat(torch.randint(3, 320, (T,), generator=g), prompt_len=T - answer)
+        layout, features = net.layout(sequences), tiny_llama.read_packed(sequences, TAPS)
+        before.add(layout.query_BQ.shape[1])
+        found, wanted = (score(sequences, features, layout) for score in (compiled, plain))
+        for name, term in wanted[0].items():
+            torch.testing.assert_close(found[0][name].sum, term.sum)
+            assert found[0][name].count == term.count
+        torch.testing.assert_close(found[1], wanted[1])
+    assert len(before) > 10 and seen == {128, 256, 384, 512}
 
 
 @pytest.mark.slow
