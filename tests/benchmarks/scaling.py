@@ -12,6 +12,9 @@ Weak scaling: each process has the recipe's rows, so N processes train N times a
 
     efficiency = tokens/s of N processes / (N x tokens/s of the fewest)        both behind --warmup steps
 
+The speed is the median of stretches of ten steps, so that a size that is compiled or recorded late counts as the one pause that it is; the mean stands
+beside it. A run that is cut off by time counts with what it had logged.
+
 Loss curves: --global-rows rows a step, however many processes share them out, for DDP and each stage of ZeRO (recipes/hardware/*.yaml, neither compiled nor
 as graphs, unless --fast-curves: then as the recipes and flags have it). The mean distance of a curve from the first one stands beside the mean distance of
 that one from one with another seed (other first weights, another order of the chats).
@@ -27,7 +30,9 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from threading import Lock
 
 HERE = Path(__file__).resolve().parent
@@ -41,6 +46,8 @@ from drafttrain.cli import pairs  # noqa: E402
 from drafttrain.recipe import load_recipe  # noqa: E402
 from drafttrain.target.load import load_speaker  # noqa: E402
 
+STRETCH = 10
+"""Steps between logs where speed is measured."""
 NO_PAUSE = {"checkpoint.every": 10**9, "checkpoint.tau_prompts": 0}
 """Neither saved nor measured while it is timed."""
 TINY = """
@@ -64,11 +71,13 @@ class Trained:
     rows: list[dict[str, float]]
     """Of the log: step, tokens_seen, seconds, train/loss, ..."""
 
-    def tokens_per_second(self, warmup: int) -> float:
-        """Behind the warm-up."""
-        first = next(row for row in self.rows if row["step"] >= warmup)
-        last = self.rows[-1]
-        return (last["tokens_seen"] - first["tokens_seen"]) / (last["seconds"] - first["seconds"])
+    def speeds(self, warmup: int) -> tuple[float, float] | None:
+        """Tokens/s behind the warm-up: median of the stretches between logs, and mean. None where less than one stretch was logged."""
+        rows = [row for row in self.rows if row["step"] >= warmup]
+        stretches = [(b["tokens_seen"] - a["tokens_seen"]) / (b["seconds"] - a["seconds"]) for a, b in pairwise(rows)]
+        if not stretches:
+            return None
+        return median(stretches), (rows[-1]["tokens_seen"] - rows[0]["tokens_seen"]) / (rows[-1]["seconds"] - rows[0]["seconds"])
 
     @property
     def losses(self) -> dict[int, float]:
@@ -90,11 +99,15 @@ class Runs:
         self.until, self.out, self.done = time.monotonic() + args.seconds, args.out, []
         self.lock = Lock()
 
-    def train(self, name: str, processes: int, changes: dict[str, object], hardware: str | None = None) -> Trained | None:
+    def train(
+        self, name: str, processes: int, changes: dict[str, object], hardware: str | None = None, sharing: int | None = None
+    ) -> Trained | None:
+        """`sharing`: it may take that part of the time that is left (3: a third), and counts with what it had logged by then."""
         left = self.until - time.monotonic()
         if left < 5:
             print(f"{name}: not measured, since time was up", flush=True)
             return None
+        left /= sharing or 1
         run = self.folder / "runs" / name
         run.mkdir(parents=True)
         (run / "data").symlink_to(self.data.resolve(), target_is_directory=True)
@@ -115,13 +128,16 @@ class Runs:
         command += [*flags, "--name", name, "--runs", str(self.folder / "runs")]
         environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
         log, began = self.folder / f"{name}.log", time.monotonic()
-        try:
-            with open(log, "w") as file:
-                code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=left, env=environ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
+        with open(log, "w") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environ)
+            try:
+                code = process.wait(left)
+            except subprocess.TimeoutExpired:
+                code = None
+                process.terminate()  # torchrun tells its processes, which killed alone it would leave behind
+                process.wait()
         rows = read_log(run)
-        if code != 0 or not rows:
+        if not rows or (code != 0 and not (code is None and sharing)):
             tail = "\n    ".join(log.read_text().splitlines()[-8:])
             print(f"{name}: failed, {'time was up' if code is None else f'exit code {code}'}\n    {tail}", flush=True)
             return None
@@ -152,15 +168,20 @@ def read_log(run: Path) -> list[dict[str, float]]:
 def weak_scaling(runs: Runs, processes: list[int], steps: int, warmup: int) -> list[str]:
     """A table, one line for each number of processes."""
     found = []
-    changes = NO_PAUSE | {"trainer.max_steps": steps, "trainer.log_every_n_steps": max(min(warmup, steps - warmup) // 2, 1)}
-    for count in processes:
-        if one := runs.train(f"weak-{count}", count, changes):
-            found.append(one)
-    lines = ["", "| processes | tokens/s | efficiency |", "| --- | --- | --- |"]
-    for one in found:
-        speed, least = one.tokens_per_second(warmup), found[0]
-        fair = speed / one.processes / (least.tokens_per_second(warmup) / least.processes)
-        lines.append(f"| {one.processes} | {speed:,.0f} | {fair:.1%} |")
+    changes = NO_PAUSE | {"trainer.max_steps": steps, "trainer.log_every_n_steps": min(STRETCH, max((steps - warmup) // 2, 1))}
+    for i, count in enumerate(processes):
+        if one := runs.train(f"weak-{count}", count, changes, sharing=len(processes) - i):
+            if speeds := one.speeds(warmup):
+                found.append((count, *speeds))
+            else:
+                print(
+                    f"weak-{count}: time was up at step {one.rows[-1]['step']:.0f}, before the warm-up of {warmup} was over",
+                    flush=True,
+                )
+    lines = ["", "| processes | tokens/s, median | mean | efficiency |", "| --- | --- | --- | --- |"]
+    for count, speed, mean in found:
+        least, of_least, _ = min(found)
+        lines.append(f"| {count} | {speed:,.0f} | {mean:,.0f} | {speed / count / (of_least / least):.1%} |")
     return lines
 
 

@@ -6,15 +6,32 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks.scaling import Trained, distance, read_log
+from benchmarks.scaling import Trained, distance, read_log, weak_scaling
 
 SCRIPT = Path(__file__).with_name("scaling.py")
 
 
 def test_speed_is_counted_behind_the_warm_up():
-    rows = [{"step": 5.0, "tokens_seen": 50, "seconds": 90.0}, {"step": 10.0, "tokens_seen": 100, "seconds": 100.0}]
-    rows += [{"step": 20.0, "tokens_seen": 300, "seconds": 110.0}, {"step": 30.0, "tokens_seen": 500, "seconds": 120.0}]
-    assert Trained("x", 1, rows).tokens_per_second(10) == (500 - 100) / (120 - 100)
+    """A pause is in the mean and not in the median."""
+    seconds = [90.0, 100.0, 110.0, 160.0, 170.0, 180.0]
+    rows = [{"step": 10.0 * i, "tokens_seen": 200.0 * i, "seconds": at} for i, at in enumerate(seconds)]
+    assert Trained("x", 1, rows).speeds(10) == (200 / 10, 800 / 80)
+    assert Trained("x", 1, rows).speeds(50) is None
+
+
+def test_efficiency_is_that_of_the_fewest_processes_and_a_run_cut_off_counts_with_what_it_had(capsys):
+    class Runs:
+        def train(self, name, processes, changes, sharing):
+            assert sharing == {2: 3, 1: 2, 4: 1}[processes] and changes["trainer.log_every_n_steps"] == 10
+            pace = {1: 100.0, 2: 90.0, 4: 80.0}[processes] * processes
+            rows = [
+                {"step": s, "tokens_seen": s * pace, "seconds": float(s)} for s in (range(10, 31, 10) if processes < 4 else [10])
+            ]
+            return Trained(name, processes, rows)
+
+    lines = weak_scaling(Runs(), [2, 1, 4], steps=100, warmup=10)
+    assert lines[3:] == ["| 2 | 180 | 180 | 90.0% |", "| 1 | 100 | 100 | 100.0% |"]
+    assert "weak-4: time was up at step 10" in capsys.readouterr().out
 
 
 def test_curves_are_compared_where_both_have_a_loss(tmp_path):
