@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 DEFAULT = 2
 """The stage of Lightning's DeepSpeedStrategy where none is named."""
 
@@ -19,8 +21,8 @@ def uses_deepspeed(strategy: Any) -> bool:
 def zero_stage(strategy: Any) -> int:
     """Which stage of DeepSpeed's ZeRO it means, in any of those forms; 0 where nothing is divided.
 
-    A configuration of DeepSpeed's own replaces all other arguments, as Lightning has it; of a file that cannot be read the default is told, and whoever
-    builds the strategy refuses it.
+    A configuration of DeepSpeed's own replaces all other arguments, as Lightning has it; a file that cannot be read is passed over here, and whoever builds
+    the strategy refuses it.
     """
     if not uses_deepspeed(strategy):
         return 0
@@ -31,19 +33,32 @@ def zero_stage(strategy: Any) -> int:
     arguments: dict[str, Any] = {}
     for key in ("init_args", "dict_kwargs"):  # Lightning is given both, the latter over the former
         given = strategy.get(key)
-        arguments |= given if isinstance(given, dict) else {}
-    if arguments.get("config") is not None:
-        return _stage_in(arguments["config"])
+        arguments |= {name: _plain(value) for name, value in given.items()} if isinstance(given, dict) else {}
+    if (config := _opened(arguments.get("config"))) is not None:
+        return _stage_in(config)
     return _number(arguments.get("stage", DEFAULT)) if arguments.get("zero_optimization", True) else 0
 
 
+def _plain(value: Any) -> Any:
+    """Text as what it means: whoever builds the strategy takes '0b11' and ' 3' for numbers, 'no' for false, and JSON for what it holds."""
+    try:
+        return yaml.safe_load(value) if isinstance(value, str) else value
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return value
+
+
+def _opened(config: Any) -> Any:
+    """What a file holds; None for one that cannot be read."""
+    if not isinstance(config, str | Path):
+        return config
+    try:
+        return json.loads(Path(config).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
 def _stage_in(config: Any) -> int:
-    """Of a configuration of DeepSpeed's, or a JSON file of one."""
-    if isinstance(config, str | Path):
-        try:
-            config = json.loads(Path(config).read_text())
-        except (OSError, ValueError, RecursionError):
-            return DEFAULT
+    """Of a configuration of DeepSpeed's."""
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     return _number(zero.get("stage", 0)) if isinstance(zero, dict) else int(bool(zero))  # an old form: true is stage 1
 
