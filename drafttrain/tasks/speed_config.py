@@ -14,8 +14,8 @@ class SpeedConfig:
     """Belongs to the machine, so the hardware recipes set it."""
 
     compile: bool = False
-    """Compile the drafter's forward pass and the objective into fused kernels (torch.compile). Takes a minute when training starts.
-    Not used on policy, where every step has other sizes."""
+    """Compile the drafter's forward pass and the objective into fused kernels (torch.compile). Takes a minute when training starts, and again when rows
+    first have drafts in another quarter of their length. Not used on policy, where every step has other sizes."""
     cpp_wrapper: bool = False
     """With `compile`: let compiled C++ instead of Python launch those kernels (torch's option of the same name), for small drafters, whose steps wait for
     launches. Needs a C++ compiler (the variable CXX, or g++), and another minute at the first start."""
