@@ -24,8 +24,9 @@ QUERY_MULTIPLE = 32
 """Drafting rows are padded to a multiple of this, so that shapes repeat and kernels and allocations are reused."""
 WIDTHS = 4
 """How many numbers of drafting rows a compiled step may have."""
-FILLS = 8
-"""How many sizes the elements and the teacher rows of a layout that is filled up may have."""
+FILLS = 16
+"""How many sizes the elements and the teacher rows of a layout that is filled up may have: what fills up is computed too, where a size costs one
+recording."""
 PREFIXES = 1
 """Last number of the seed by which prefixes are drawn, apart from the anchors of the same row."""
 
@@ -145,7 +146,7 @@ def filled(layout: Layout, tokens: int, fixed_queries: bool = False) -> Layout:
     """The same elements and drafting rows, and behind them such as count nothing, so that few sizes recur: a step that is recorded for its sizes is then
     recorded a few times. `tokens`: of a packed row. Not for layouts of replayed rounds.
 
-    Elements and teacher rows are filled up to the next eighth of the most that there could be, drafting rows (but not with `fixed_queries`) as
+    Elements and teacher rows are filled up to the next sixteenth of the most that there could be, drafting rows (but not with `fixed_queries`) as
     `widened` does. An element that fills is the first one again, but of depth 0: what it says is as finite as what that one says. A layout
     without elements stays as it is.
     """

@@ -163,21 +163,28 @@ def _load(config: TargetConfig, where: str, gguf: str | None, shards: int) -> tu
     try:
         hf_config, tokenizer, commit, common = _load_light(config, where, gguf)
         require_unrounded(hf_config, config)
+        packed = quantisation(hf_config, config.path)
+        require_known(packed, config.path)
         if shards > 1:
             common |= _sharing(hf_config.get_text_config(), config.path, gguf, shards)
         if gguf:
-            # Plain weights are wanted. Left packed, they would come with kernels where this machine has some, else with a warning. Of another target nothing
-            # is said, not even None: that would be taken over what its config.json says of its weights, and packed numbers be read as they stand.
+            # Plain weights are wanted. Left packed, they would come with kernels where this machine has some, else with a warning.
             common["quantization_config"] = GgufConfig(dequantize=True)
+        elif not packed:
+            # Nothing is said of packed weights, not even None: that would be taken over what their config.json says, and their numbers be read as they
+            # stand. Of plain ones it may say something empty, which would be taken for packed.
+            common["quantization_config"] = None
         # A GGUF is unpacked under a progress bar that no setting of transformers turns off.
         with redirect_stderr(io.StringIO()) if gguf else nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(
+            model, found = AutoModelForCausalLM.from_pretrained(
                 where,
+                output_loading_info=True,
                 dtype=getattr(torch, config.dtype),
                 attn_implementation="eager" if gguf else ATTENTION,
                 use_safetensors=None if gguf else True,
                 **common,
             )
+        _require_whole(found, bool(packed), config.path)
     except UserError:
         raise
     except Exception as error:  # transformers raises a dozen kinds here; every one means that the target cannot be had
@@ -203,15 +210,45 @@ def require_unrounded(hf_config: Any, config: TargetConfig) -> None:
         )
 
 
+def require_known(packed: Any, path: str) -> None:
+    """UserError where `packed`, what `quantisation` said, is a way that transformers does not know: it would read the packed numbers as they stand."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    if packed and not AutoHfQuantizer.supports_quant_method(packed):
+        raise UserError(
+            f"target {path} could not be loaded: its weights are quantised by {packed['quant_method']!r} (quantization_config in its config.json), which "
+            "transformers does not know; choose other weights of that model, or remove quantization_config if these are plain."
+        )
+
+
+def _require_whole(found: Any, packed: bool, path: str) -> None:
+    """UserError where weights were not in the files (transformers draws those at random), or stand there with scales of which the config says nothing.
+    `found`: what transformers says of loading."""
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"target {path} could not be loaded: {len(missing)} of its weights are in none of its files ({shorten(', '.join(missing), 160, placeholder=' ...')}); "
+            "fetch it again."
+        )
+    scales = sorted(key for key in found["unexpected_keys"] if ".weight_scale" in key)
+    if scales and not packed:
+        raise UserError(
+            f"target {path} could not be loaded: its weights stand beside scales ({shorten(', '.join(scales), 160, placeholder=' ...')}), so they are quantised, "
+            "but its config.json has no quantization_config that says how; choose other weights of that model."
+        )
+
+
 def require_unpacked(hf_config: Any, path: str) -> None:
-    """UserError, in the words of loading, where weights are quantised in a way that needs what this machine lacks. The config alone is asked."""
+    """UserError, in the words of loading, where weights are quantised in a way that transformers does not know, or that needs what this machine lacks. The
+    config alone is asked."""
     from transformers.quantizers import AutoHfQuantizer
 
     if not (said := quantisation(hf_config, path)):
         return
     try:
-        if AutoHfQuantizer.supports_quant_method(said):  # what transformers does not know it leaves alone
-            AutoHfQuantizer.from_config(copy.deepcopy(said), pre_quantized=True).validate_environment(device_map=None)
+        require_known(said, path)
+        AutoHfQuantizer.from_config(copy.deepcopy(said), pre_quantized=True).validate_environment(device_map=None)
+    except UserError:
+        raise
     except Exception as error:  # each kind of quantisation has its own
         raise UserError(f"target {path} could not be loaded: {reason(error)}") from error
 

@@ -101,7 +101,7 @@ def test_few_sizes_recur(tiny_llama, name):
         for fill, found in sizes.items():
             _, _, layout, _ = inputs(tiny_llama, net, objective, seed, fill)
             found.add(tuple(x.shape for x in vars(layout).values()))
-    assert len(sizes[False]) > 15 and len(sizes[True]) <= FILLS, sizes
+    assert len(sizes[False]) > 15 and len(sizes[True]) <= FILLS // 2, sizes
 
 
 def test_a_layout_without_elements_stays_as_it_is(tiny_llama):
