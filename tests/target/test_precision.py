@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tasks.test_speed import TAPS, packed
 from tiny_run import logged, make_run, start
 from torch import nn
+from transformers import AutoConfig
 
 from drafttrain.errors import UserError
 from drafttrain.export.card import _precision
@@ -22,7 +23,7 @@ from drafttrain.files import human_bytes
 from drafttrain.recipe import load_recipe
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.fuse import TOGETHER, merge_projections
-from drafttrain.target.load import load_target
+from drafttrain.target.load import load_target, require_unpacked
 from drafttrain.target.precision import bytes_of, revision_of, rounded_to
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.shared_target import require_no_answers
@@ -173,3 +174,49 @@ def test_packed_numbers_are_not_merged():
         return block
 
     assert merge_projections(group(packed=False)) == 1 and merge_projections(group(packed=True)) == 0
+
+
+def copied(folder: Path, to: Path, said, change=lambda stored: None) -> str:
+    """A target folder with this quantization_config and changed weights."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    stored = load_file(to / "model.safetensors")
+    change(stored)
+    save_file(stored, to / "model.safetensors", {"format": "pt"})
+    return str(to)
+
+
+@pytest.mark.parametrize("said", [{}, None])
+def test_a_config_that_says_nothing_of_its_weights_is_one_of_plain_weights(tiny_llama, target_folders, tmp_path, said):
+    found = load_target(TargetConfig(path=copied(target_folders("llama"), tmp_path / "plain", said)), device="cpu")
+    assert found.identity.revision == tiny_llama.identity.revision
+    for name, module in matrices(tiny_llama).items():
+        assert torch.equal(matrices(found)[name].weight, module.weight)
+
+
+def test_weights_quantised_in_a_way_that_nobody_knows_are_refused(target_folders, tmp_path):
+    """transformers warns of them, and reads the packed numbers as they stand."""
+    path = copied(target_folders("llama"), tmp_path / "modelopt", {"quant_method": "modelopt", "quant_algo": "FP8"})
+    for refuse in (
+        lambda: load_target(TargetConfig(path=path), device="cpu"),
+        lambda: require_unpacked(AutoConfig.from_pretrained(path), path),
+    ):
+        with pytest.raises(UserError, match="its weights are quantised by 'modelopt' .*, which transformers does not know"):
+            refuse()
+
+
+def test_weights_that_are_not_there_or_stand_beside_unknown_scales_are_refused(target_folders, tmp_path):
+    """transformers reports both, draws the first at random, and reads the second as they stand."""
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def pack(stored):
+        stored[name], stored[f"{name}_scale"] = (stored[name] * 100).to(torch.float8_e4m3fn), torch.tensor(0.01)
+
+    for said, change in (
+        (rf"1 of its weights are in none of its files \({name}\)", lambda stored: stored.pop(name)),
+        (f"{name}_scale", pack),
+    ):
+        path = copied(target_folders("llama"), tmp_path / change.__name__.strip("<>"), None, change)
+        with pytest.raises(UserError, match=said):
+            load_target(TargetConfig(path=path), device="cpu")
