@@ -376,6 +376,13 @@ def _check_layers(model: Any, path: str) -> None:
         raise UserError(
             f"target {path} ({type(model).__name__}) has no LM head or no list of decoder layers to tap; give an ordinary causal LM."
         )
+    for what, end in (("LM head", head), ("embedding", model.get_input_embeddings())):
+        kind = type(getattr(end, "weight", torch.empty(0)).data)
+        if kind is not torch.Tensor:  # packed numbers, which do not give single rows
+            raise UserError(
+                f"the {what} of target {path} came quantised ({kind.__name__}), but drafters and objectives read its rows; choose weights of that model of "
+                "which the layers alone are quantised."
+            )
 
 
 def _end_ids(generation: Any, config: Any, tokenizer) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """A target with rounded matrices: as exact as its bits allow, another target to everything made with it, and never rounded where it may not be."""
 
+import copy
 import json
 import shutil
 import sys
@@ -23,7 +24,7 @@ from drafttrain.files import human_bytes
 from drafttrain.recipe import load_recipe
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.fuse import TOGETHER, merge_projections
-from drafttrain.target.load import load_target, require_unpacked
+from drafttrain.target.load import _check_layers, load_target, require_unpacked
 from drafttrain.target.precision import bytes_of, revision_of, rounded_to
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.shared_target import require_no_answers
@@ -158,11 +159,12 @@ def test_a_target_that_came_in_fp8_is_read_with_its_scales(target_folders, tmp_p
         assert error.max() > 0 and (error <= HALF_A_STEP["fp8"] * module.weight.abs() + 1e-4 * module.weight.abs().max()).all()
 
 
+class Packed(torch.Tensor):
+    """Stands in for a library's."""
+
+
 def test_packed_numbers_are_not_merged():
     """Of a type of their own, which need not know how to be put together."""
-
-    class Packed(torch.Tensor):
-        pass
 
     def group(packed: bool) -> nn.Module:
         block = nn.Module()
@@ -220,3 +222,16 @@ def test_weights_that_are_not_there_or_stand_beside_unknown_scales_are_refused(t
         path = copied(target_folders("llama"), tmp_path / change.__name__.strip("<>"), None, change)
         with pytest.raises(UserError, match=said):
             load_target(TargetConfig(path=path), device="cpu")
+
+
+@pytest.mark.parametrize("end", ["get_output_embeddings", "get_input_embeddings"])
+def test_a_packed_head_or_embedding_is_refused(tiny_llama, end):
+    """With a reduced draft vocabulary the first step asked such a head for some of its rows, and ended in the library's own error."""
+    model = copy.deepcopy(tiny_llama.model)
+    _check_layers(model, "owner/name")
+    module = getattr(model, end)()
+    module.weight = nn.Parameter(module.weight.data.as_subclass(Packed), requires_grad=False)
+    with pytest.raises(
+        UserError, match=r"of target owner/name came quantised \(Packed\), but drafters and objectives read its rows"
+    ):
+        _check_layers(model, "owner/name")
