@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, N scored elements, M teacher rows, Q drafting rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -140,10 +140,20 @@ def records_steps(speed: SpeedConfig, device: torch.device) -> bool:
     return speed.records and device.type == "cuda"
 
 
-def own_stream(speed: SpeedConfig, device: torch.device) -> AbstractContextManager:
+@contextmanager
+def own_stream(speed: SpeedConfig, device: torch.device) -> Iterator[None]:
     """A stream for all of a training that records its steps, else nothing. Autograd adds gradients up on the stream where it first met a weight, in the
     steps before too whose graphs are still there; were that the default one, none could be recorded behind them."""
-    return torch.cuda.stream(torch.cuda.Stream(device)) if records_steps(speed, device) else nullcontext()
+    if not records_steps(speed, device):
+        yield
+        return
+    before, own = torch.cuda.current_stream(device), torch.cuda.Stream(device)
+    own.wait_stream(before)  # weights may still be on their way to the device
+    try:
+        with torch.cuda.stream(own):
+            yield
+    finally:
+        before.wait_stream(own)
 
 
 class GraphedStep:

@@ -1,5 +1,7 @@
 """What makes a step faster may not change what it computes."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from tiny_run import logged, make_run, start
@@ -13,7 +15,8 @@ from drafttrain.position_weights import DPace, Exponential, ValidPrefix
 from drafttrain.recipe_build import choices
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
-from drafttrain.tasks.speed import GraphedRead, make_score
+from drafttrain.tasks.speed import GraphedRead, make_score, own_stream
+from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.teacher import TargetTeacher
 from drafttrain.types import Sequences
 from drafttrain.vocab import DraftVocabulary
@@ -107,6 +110,32 @@ def test_a_step_is_compiled_for_few_numbers_of_drafting_rows(tiny_llama, monkeyp
             assert found[0][name].count == term.count
         torch.testing.assert_close(found[1], wanted[1])
     assert len(before) > 10 and seen == {128, 256, 384, 512}
+
+
+def test_the_stream_of_a_recorded_training_begins_behind_what_was_queued_before_and_is_waited_for(monkeypatch):
+    """torch's own streams wait for no other, and weights are put on the device just before."""
+    waits = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            waits.append((self.name, other.name))
+
+    @contextmanager
+    def use(stream):
+        waits.append(("on", stream.name))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("own"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("before"))
+    monkeypatch.setattr(torch.cuda, "stream", use)
+    with pytest.raises(KeyError), own_stream(SpeedConfig(compile=True, graph_step=True), torch.device("cuda")):
+        raise KeyError
+    assert waits == [("own", "before"), ("on", "own"), ("before", "own")]
+    with own_stream(SpeedConfig(compile=True), torch.device("cuda")):
+        assert len(waits) == 3
 
 
 @pytest.mark.slow
