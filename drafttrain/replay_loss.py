@@ -49,7 +49,8 @@ class OnPolicyDistillation(Objective):
     reduction: str = "streams"
     """What sums are divided by: streams (each by its own, then the mean of the two), or pooled (both by one)."""
     chunk: int = 0
-    """Elements whose logits are held at once, and computed twice where a micro-batch has more; 0 holds all (faster where memory allows)."""
+    """Elements whose logits are held at once; 0 holds all (faster where memory allows). Where a micro-batch has more, they are computed once or twice as with
+    `Distillation.chunk`; the divergences of both streams count as one list."""
 
     def __post_init__(self):
         for key in ("accepted_weight", "rejected_weight"):

@@ -31,6 +31,10 @@ CONFIGS = {
         DFlash(block=5, layers=2, taps=[0, 2], mask_token=319, anchors=None),
         Distillation([HardCrossEntropy()], Exponential(4.0), "weights"),
     ),
+    "dflash in chunks": (  # whose gradients come by torch.func
+        DFlash(block=5, layers=2, taps=[0, 2], mask_token=319, anchors=None),
+        Distillation([HardCrossEntropy()], Exponential(4.0), "weights", chunk=100),
+    ),
     "p-eagle": (PEagle(taps=[0, 1], depth=4, layers=2, mask_token=319, draft_vocab=160), Distillation()),
     "medusa": (Medusa(heads=3), Distillation()),
 }
