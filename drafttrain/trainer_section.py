@@ -22,6 +22,9 @@ from drafttrain.recipe_build import choices, describe, nearest
 from drafttrain.tasks.strategy import uses_deepspeed
 from drafttrain.tasks.train_checks import OURS, ours_refused, require_positive
 
+ARGUMENTS = ("init_args", "dict_kwargs")
+"""Keys that hold a class's arguments."""
+
 
 def require_deepspeed(strategy: Any) -> None:
     """UserError where a strategy, as written in the recipe, is DeepSpeed and that is not installed; Lightning alone would end with a traceback."""
@@ -63,7 +66,7 @@ def trainer_arguments(section: dict[str, Any], logs: Path, elsewhere: bool = Fal
 
 
 def _refusal(key: str, value: Any, hints: dict[str, Any]) -> str | None:
-    """Why a key cannot be there, or a strategy's name is none; None if all is well."""
+    """Why a key cannot be there, a strategy's name is none, or a class is given no arguments but something else; None if all is well."""
     if key in OURS:
         return ours_refused(key)
     if key not in hints:
@@ -72,6 +75,10 @@ def _refusal(key: str, value: Any, hints: dict[str, Any]) -> str | None:
         names = ["auto", *StrategyRegistry.available_strategies()]
         if value not in names:
             return f"'trainer.strategy' is no strategy of Lightning: got {value!r}, known are {', '.join(names)}."
+    if isinstance(value, dict) and "class_path" in value:
+        for name in ARGUMENTS:
+            if not isinstance(value.get(name), dict | None):
+                return f"'trainer.{key}.{name}' should be arguments by their names, got {value[name]!r}; leave it out where there are none."
     return None
 
 
@@ -79,6 +86,10 @@ def _build(hint: Any, value: Any, instantiate: bool) -> Any:
     """Parse against the hint; a class that is named is built where asked. (A copy: jsonargparse writes into what it parses.)"""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
+    if isinstance(value, dict):
+        value = {
+            key: given for key, given in value.items() if given is not None or key not in ARGUMENTS
+        }  # the key with nothing behind
     parsed = parser.parse_object({"value": copy.deepcopy(value)})
     return (parser.instantiate(parsed) if instantiate else parsed).value
 
@@ -114,4 +125,4 @@ def _sentence(place: str, hint: Any, value: Any, error: Exception) -> str:
         known = f"; known are {', '.join(choices(base))}" if base else ""
         return f"'{place}.class_path' names no class that can be imported: got {name!r}{known}."
     reasons = [line.strip(" -") for line in text.splitlines() if not NOISE.match(line.strip())]
-    return f"'{place}' could not be built from {name}: {' '.join(reasons)[:300]}"
+    return f"'{place}' could not be built from {name}: {' '.join(reasons)[:300] or 'it does not take these arguments.'}"

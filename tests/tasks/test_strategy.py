@@ -17,6 +17,7 @@ FORMS = [
     ("deepspeed_stage_1", 1),
     ("deepspeed_stage_3_offload", 3),
     ({"class_path": CLASS}, 2),
+    ({"class_path": CLASS, "init_args": None, "dict_kwargs": None}, 2),
     ({"class_path": CLASS, "init_args": {"stage": 3}}, 3),
     ({"class_path": CLASS, "init_args": {"stage": "3"}}, 3),
     ({"class_path": CLASS, "init_args": {"stage": " 3"}}, 3),
@@ -54,3 +55,19 @@ def test_a_file_of_deepspeeds(tmp_path):
 @pytest.mark.parametrize("strategy", [None, "auto", "ddp", {"class_path": "DDPStrategy", "init_args": {"stage": 3}}])
 def test_what_is_no_deepspeed_divides_nothing(strategy):
     assert zero_stage(strategy) == 0
+
+
+@pytest.mark.parametrize("given", ["x", []])
+@pytest.mark.parametrize("name", ["init_args", "dict_kwargs"])
+def test_what_are_no_arguments_is_said_of_them_and_not_of_the_class(tmp_path, name, given):
+    """It ended in the sentence that no such class can be imported."""
+    with pytest.raises(UserError, match=rf"'trainer.strategy.{name}' should be arguments by their names, got .*; leave it out"):
+        trainer_arguments({"strategy": {"class_path": CLASS, name: given}}, tmp_path)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("deepspeed"), reason="needs DeepSpeed")
+def test_a_file_that_is_no_configuration_is_refused_in_a_whole_sentence(tmp_path):
+    (tmp_path / "list.json").write_text("[1]")
+    written = {"class_path": CLASS, "init_args": {"config": str(tmp_path / "list.json")}}
+    with pytest.raises(UserError, match="could not be built from .*: it does not take these arguments"):
+        trainer_arguments({"strategy": written}, tmp_path)
