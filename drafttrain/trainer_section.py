@@ -87,9 +87,8 @@ def _build(hint: Any, value: Any, instantiate: bool) -> Any:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--value", type=hint)
     if isinstance(value, dict):
-        value = {
-            key: given for key, given in value.items() if given is not None or key not in ARGUMENTS
-        }  # the key with nothing behind
+        # A key with nothing behind is a class without arguments.
+        value = {key: given for key, given in value.items() if given is not None or key not in ARGUMENTS}
     parsed = parser.parse_object({"value": copy.deepcopy(value)})
     return (parser.instantiate(parsed) if instantiate else parsed).value
 
