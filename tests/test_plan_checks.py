@@ -193,10 +193,13 @@ def test_a_quantised_target_without_its_library_is_said_in_the_words_of_loading(
     assert said == f"warning: on this machine training would refuse: {refused.value}"
 
 
-def test_what_transformers_does_not_know_to_unpack_is_not_warned_of(tmp_path, capsys, target_folders):
+def test_what_transformers_does_not_know_to_unpack_is_said_in_the_words_of_loading(tmp_path, capsys, target_folders):
+    """It would read the packed numbers as they stand (NVIDIA's ModelOpt)."""
     folder = quantised(target_folders("llama"), tmp_path / "packed", {"quant_method": "none of these"})
-    assert not [each for each in warnings(planner(tmp_path, folder, capsys)()[1]) if "quantised" in each]
-    load_target(TargetConfig(path=str(folder)), device="cpu")
+    with pytest.raises(UserError, match="quantised by 'none of these'") as refused:
+        load_target(TargetConfig(path=str(folder)), device="cpu")
+    [said] = [each for each in warnings(planner(tmp_path, folder, capsys)()[1]) if "quantised" in each]
+    assert said == f"warning: on this machine training would refuse: {refused.value}"
 
 
 def test_weights_that_came_quantised_are_not_rounded(tmp_path, capsys, target_folders, monkeypatch):
