@@ -102,3 +102,14 @@ class PrepareConfig:
         """Name of each source -> its weight; None if they have none."""
         found = {source.name: source.weight for source in self.prompts if source.weight is not None}
         return found or None
+
+
+def require_window(config: PrepareConfig, positions: int) -> None:
+    """UserError where the longest prompt with the longest answer has no place among the target's positions."""
+    for name in ("max_tokens", "held_out_max_tokens"):
+        limit = getattr(config, name)
+        if config.max_prompt + limit > positions:
+            raise UserError(
+                f"prepare.max_prompt {config.max_prompt} + prepare.{name} {limit} is longer than the {positions} "
+                "positions of the target; lower one of them."
+            )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.answer import Answered, Chunk, answer, expected_bytes, in_chunks
-from data_prep.config import PrepareConfig
+from data_prep.config import PrepareConfig, require_window
 from data_prep.dialogue import Question, Rules, Speech, first_turn
 from data_prep.engines import OpenAIServer
 from data_prep.featurize import Stored, featurize
@@ -68,7 +68,7 @@ def prepare(
     UserError: settings that differ from those of an unfinished or finished folder, no usable prompt, no space, another process.
     """
     folder = Path(folder)
-    _require_window(config, target)
+    require_window(config, target.max_positions)
     stored = None if taps is None else Stored(taps, feature_dtype, final)
     if stored is not None:
         stored.check(target)
@@ -261,16 +261,6 @@ def _finish(
         supervised_tokens=sum(record.supervised_tokens for record in records),
         facts={**sampling, "sources": gathered.sources, "notes": dict(ledger.notes)},
     ).write(folder)
-
-
-def _require_window(config: PrepareConfig, target: Target) -> None:
-    for name in ("max_tokens", "held_out_max_tokens"):
-        limit = getattr(config, name)
-        if config.max_prompt + limit > target.max_positions:
-            raise UserError(
-                f"prepare.max_prompt {config.max_prompt} + prepare.{name} {limit} is longer than the {target.max_positions} "
-                "positions of the target; lower one of them."
-            )
 
 
 def _report(

@@ -97,6 +97,18 @@ def test_run_folder_tells_what_made_it(made):
     assert entries.keys() >= {"data_prep", "train", "export"}
 
 
+@pytest.mark.parametrize(
+    ("change", "code"), [(["--trainer.log_every_n_steps", "7"], 0), (["--trainer.max_steps", "99", "--data.length", "40"], 2)]
+)
+def test_a_training_that_is_finished_or_refused_leaves_what_the_later_stages_are_given(made, change, code):
+    """An export by the recipe that was refused would look for a drafter of another target."""
+    folder = made[1] / "tiny"
+    files = [folder / "recipe.yaml", folder / "versions.json"]
+    before = [file.read_bytes() for file in files]
+    assert main(["train", *flags(made), *change]) == code
+    assert [file.read_bytes() for file in files] == before
+
+
 def test_card_forgets_a_report_about_other_weights(made):
     card = made[1] / "tiny" / "export" / "README.md"
     assert main(["validate", *flags(made)]) == 0

@@ -223,7 +223,17 @@ def test_a_step_in_c_without_a_compiler_is_said_in_the_words_of_training(
         start(tmp_path / "tiny", target_folders("llama"), speed=both)
     assert f"warning: on this machine training would refuse: {refused.value}" in warnings(planned(speed=both)[1])
     assert "no-such-compiler is not on this machine" in str(refused.value)
-    assert not [each for each in warnings(planned(speed={**both, "compile": False})[1]) if "no-such-compiler" in each]
+    alone = warnings(planned(speed={**both, "compile": False})[1])
+    assert not [each for each in alone if "no-such-compiler" in each]
+    assert [each for each in alone if "speed.cpp_wrapper is true, but speed.compile false" in each]
+
+
+def test_chats_that_are_longer_than_the_target_reads_are_said_in_the_words_of_data_prep(planned, tmp_path, tiny_llama):
+    asked = {"max_prompt": tiny_llama.max_positions, "prompts": [{"class_path": "SelfPrompts", "init_args": {"count": 4}}]}
+    said = [each for each in warnings(planned(prepare=asked)[1]) if "positions of the target" in each]
+    assert len(said) == 1 and "data_prep would refuse: prepare.max_prompt" in said[0]
+    make_run(tmp_path / "tiny", tiny_llama)  # made already
+    assert not [each for each in warnings(planned(prepare=asked)[1]) if "positions of the target" in each]
 
 
 FILES = [

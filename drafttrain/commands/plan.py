@@ -9,7 +9,7 @@ from torch import nn
 
 from data_prep.config import PrepareConfig
 from drafttrain.commands.plan_adapt import adapted
-from drafttrain.commands.plan_checks import refused_by_bench, require_room, unmeant, unreadable
+from drafttrain.commands.plan_checks import refused_by_bench, refused_of, require_room, unmeant
 from drafttrain.commands.plan_export import exported
 from drafttrain.commands.plan_lora import learner_of
 from drafttrain.commands.plan_memory import memory
@@ -94,7 +94,7 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
         require_start(recipe, run)
         return
     require_unrounded(target.model.config, recipe.target)
-    yield from unreadable(recipe, target)
+    yield from refused_of(recipe, target, prepared=store is not None)
     counted = store if store is not None and store.manifest.identity.vocab == target.vocab else None
     start, said = find_start(recipe, run, target, None if counted is None else counted.manifest.identity)
     vocabulary, chosen = _vocabulary(recipe, target, counted, start)

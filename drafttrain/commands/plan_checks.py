@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 
-from data_prep.config import PrepareConfig
+from data_prep.config import PrepareConfig, require_window
 from data_prep.rows import json_lines
 from data_prep.sources import JsonlPrompts, PromptSource
 from drafttrain.decoding.methods import Experts, Method, Tree
@@ -40,6 +40,10 @@ def unmeant(recipe: Recipe, topology: Topology, gathered: bool, prepared: bool) 
         found.append(
             f"warning: on_policy is set, but task is {recipe.task}, which learns from the stored answers and never reads it; set task to on_policy"
         )
+    if recipe.speed.cpp_wrapper and not recipe.speed.compile:
+        found.append(
+            "warning: speed.cpp_wrapper is true, but speed.compile false, so there is nothing that it would launch; set speed.compile to true"
+        )
     found += _refused_here(recipe, topology, prepared)
     warm_up, steps = recipe.optimizer.warmup_steps, recipe.trainer.get("max_steps")
     if isinstance(steps, int) and 0 < steps <= warm_up:
@@ -63,9 +67,14 @@ def _refused_here(recipe: Recipe, topology: Topology, prepared: bool) -> list[st
     return _refusals(asked)
 
 
-def unreadable(recipe: Recipe, target: Target) -> list[str]:
-    """A warning where this machine lacks what unpacks a target's quantised weights. `target`: an outline, made of the config."""
-    return _refusals([("training", partial(require_unpacked, target.model.config, recipe.target.path))])
+def refused_of(recipe: Recipe, target: Target, prepared: bool) -> list[str]:
+    """Warnings where this machine lacks what unpacks a target's quantised weights, and where its positions are too few for the longest chats to be made.
+    `target`: an outline, made of the config."""
+    asked: list[tuple[str, Callable[[], None]]] = [
+        ("training", partial(require_unpacked, target.model.config, recipe.target.path))
+    ]
+    asked += [] if prepared else [("data_prep", partial(require_window, recipe.prepare, target.max_positions))]
+    return _refusals(asked)
 
 
 def _refusals(asked: Sequence[tuple[str, Callable[[], None]]]) -> list[str]:

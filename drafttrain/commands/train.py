@@ -2,6 +2,7 @@
 
 import shlex
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 from drafttrain.drafters.save import read_record
@@ -24,7 +25,6 @@ def run(recipe: Recipe, options: Options) -> None:
     with RunLock(folder.folder) if topology.rank == 0 else nullcontext():
         if topology.rank == 0:
             print(f"training in {topology}")
-            folder.record("train", recipe.plain(), topology.world)
         train(
             run_folder=folder.folder,
             target=recipe.target,
@@ -38,6 +38,8 @@ def run(recipe: Recipe, options: Options) -> None:
             speed=recipe.speed,
             lora=recipe.lora,
             on_policy=recipe.on_policy if recipe.task == "on_policy" else None,
+            # A recipe that is refused, or finds the run finished, is not the one that the later stages are to be given.
+            begins=partial(folder.record, "train", recipe.plain(), topology.world) if topology.rank == 0 else None,
         )
         if topology.rank == 0:
             for line in closing(folder, trainer["max_steps"]):

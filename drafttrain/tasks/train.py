@@ -95,8 +95,10 @@ def train(
     speed: SpeedConfig | None = None,
     on_policy: OnPolicyConfig | None = None,
     lora: LoraConfig | None = None,
+    begins: Callable[[], None] | None = None,
 ) -> Path:
-    """Trains until `trainer.max_steps` or a stop signal; see the top of this file. UserError for everything a user can mend."""
+    """Trains until `trainer.max_steps` or a stop signal; see the top of this file. UserError for everything a user can mend. `begins` is called when
+    nothing is left that could be refused, before the first step."""
     speed, lora = speed or SpeedConfig(), lora or LoraConfig()
     sections = Sections(target, drafter, objective, data, optimizer, checkpoint, trainer, speed, on_policy, lora)
     require_sections(sections, topology)
@@ -154,6 +156,8 @@ def train(
         else:
             prompts = _prompts(store, model, on_policy, net, data.length, say)
             task, loader = _on_policy(setup, on_policy, prompts, build, data.length, checkpoints, saved is not None)
+        if begins is not None:
+            begins()
         _fit(task, loader, run, sections, topology, Path(run_folder), saved, watch)
     return checkpoints / "best"
 
