@@ -24,6 +24,7 @@ from drafttrain.tasks.train_checks import OURS, ours_refused, require_positive
 
 ARGUMENTS = ("init_args", "dict_kwargs")
 """Keys that hold a class's arguments."""
+HARDWARE = "several GPUs are what recipes/hardware has files for: --config recipes/hardware/zero2.yaml, ddp.yaml, zero3.yaml"
 
 
 def require_deepspeed(strategy: Any) -> None:
@@ -72,14 +73,25 @@ def _refusal(key: str, value: Any, hints: dict[str, Any]) -> str | None:
     if key not in hints:
         return f"unknown key 'trainer.{key}': {nearest(f'trainer.{key}', hints, [f'trainer.{known}' for known in hints])}"
     if key == "strategy" and isinstance(value, str):
-        names = ["auto", *StrategyRegistry.available_strategies()]
-        if value not in names:
-            return f"'trainer.strategy' is no strategy of Lightning: got {value!r}, known are {', '.join(names)}."
+        names = ["auto", *(name for name in StrategyRegistry.available_strategies() if not _unfit(name))]
+        if value not in names and not _unfit(value):
+            return f"'trainer.strategy' is no strategy of Lightning: got {value!r}, known are {', '.join(names)}; {HARDWARE}."
+    if key == "strategy" and isinstance(value, dict) and "class_path" not in value:
+        return f"'trainer.strategy' names no class: got {value}, wanted its class_path too; {HARDWARE}."
+    if key == "strategy" and _unfit(str(value.get("class_path") if isinstance(value, dict) else value)):
+        return (
+            f"'trainer.strategy' divides the weights in a way in which no drafter can be saved here: got {value!r}; {HARDWARE}."
+        )
     if isinstance(value, dict) and "class_path" in value:
         for name in ARGUMENTS:
             if not isinstance(value.get(name), dict | None):
                 return f"'trainer.{key}.{name}' should be arguments by their names, got {value[name]!r}; leave it out where there are none."
     return None
+
+
+def _unfit(strategy: str) -> bool:
+    """Is this one of Lightning's for other devices, or that keeps whole weights nowhere and is not DeepSpeed (weights.py)?"""
+    return any(word in strategy.lower().replace("_", "") for word in ("fsdp", "modelparallel", "xla", "tpu"))
 
 
 def _build(hint: Any, value: Any, instantiate: bool) -> Any:

@@ -71,3 +71,24 @@ def test_a_file_that_is_no_configuration_is_refused_in_a_whole_sentence(tmp_path
     written = {"class_path": CLASS, "init_args": {"config": str(tmp_path / "list.json")}}
     with pytest.raises(UserError, match="could not be built from .*: it does not take these arguments"):
         trainer_arguments({"strategy": written}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("fsdp", "divides the weights in a way in which no drafter can be saved here: got 'fsdp'"),
+        ({"class_path": "lightning.pytorch.strategies.FSDPStrategy"}, "divides the weights in a way"),
+        ({"class_path": "ModelParallelStrategy", "init_args": {}}, "divides the weights in a way"),
+        ("zero2", "is no strategy of Lightning: got 'zero2', known are auto, (?!.*fsdp).*"),
+        ({"init_args": {"stage": 2}}, "names no class: got {'init_args': {'stage': 2}}, wanted its class_path too"),
+    ],
+)
+def test_a_strategy_that_cannot_be_is_answered_with_the_files_for_several_gpus(tmp_path, written, sentence):
+    """FSDP ended in Lightning's own traceback, and plan let it through."""
+    with pytest.raises(UserError, match=rf"^'trainer.strategy' {sentence}.*--config recipes/hardware/zero2.yaml"):
+        trainer_arguments({"strategy": written}, tmp_path)
+
+
+@pytest.mark.parametrize("written", ["auto", "ddp", "ddp_find_unused_parameters_true", {"class_path": "DDPStrategy"}])
+def test_other_strategies_are_left_alone(tmp_path, written):
+    assert trainer_arguments({"strategy": written}, tmp_path)["strategy"]
