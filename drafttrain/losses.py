@@ -119,7 +119,6 @@ def score_elements(
     A divergence is row-wise: what becomes of element n's loss is a factor of its own gradient and of no other. So where a head is frozen and nothing but
     the states learns, a chunk's gradient is computed right behind its logits, before anybody knows the factor, and the logits are dropped for good.
     """
-
     names, selector = list(drafted.extra), drafted.selector
 
     def score(hidden_NH: Tensor, prev_N: Tensor, label_N: Tensor, taught: Taught, row_N: Tensor | None, *extra: Tensor):

@@ -39,8 +39,10 @@ from drafttrain.options import Options
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run, dump_yaml
 from drafttrain.target.hub import only_cached
-from drafttrain.target.load import locate, reason, require_unrounded
+from drafttrain.target.load import locate
 from drafttrain.target.precision import bytes_of
+from drafttrain.target.quantised import require_unrounded
+from drafttrain.target.refusals import reason
 from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_start import drafts_of, require_text
 from drafttrain.tasks.optimizer import require_whole_matrices, token_sides, turned_by_muon

@@ -16,8 +16,8 @@ from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
 from drafttrain.recipe import Recipe
-from drafttrain.target.load import require_unpacked
 from drafttrain.target.precision import require_library
+from drafttrain.target.quantised import require_unpacked
 from drafttrain.target.target import Target
 from drafttrain.tasks.on_policy_config import OnPolicyConfig
 from drafttrain.tasks.speed_config import require_compiler

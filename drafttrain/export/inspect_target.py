@@ -7,7 +7,8 @@ from drafttrain.drafters.decoder import plain_rope
 from drafttrain.errors import UserError
 from drafttrain.export.inspect_config import Reading
 from drafttrain.target.hub import only_cached
-from drafttrain.target.load import locate, reason
+from drafttrain.target.load import locate
+from drafttrain.target.refusals import reason
 
 
 @dataclass(frozen=True)

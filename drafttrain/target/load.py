@@ -1,15 +1,12 @@
 """Finding and loading a target: Hub id, local folder, GGUF file, or a file inside an installed Python package."""
 
-import copy
 import hashlib
 import importlib.util
 import io
 import os
-import re
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import shorten
 from typing import Any
 
 import torch
@@ -20,6 +17,8 @@ from drafttrain.target.config import TargetConfig
 from drafttrain.target.fuse import fuse_norms, merge_projections
 from drafttrain.target.hub import only_cached
 from drafttrain.target.precision import require_library, revision_of, round_weights
+from drafttrain.target.quantised import quantisation, require_known, require_unrounded, require_whole
+from drafttrain.target.refusals import reason
 from drafttrain.target.target import ATTENTION, KNOWN_LAYER_TYPES, Target, hf_attention, plain_copy, prove
 from drafttrain.target.template import ChatTemplate
 from drafttrain.types import Identity
@@ -184,7 +183,7 @@ def _load(config: TargetConfig, where: str, gguf: str | None, shards: int) -> tu
                 use_safetensors=None if gguf else True,
                 **common,
             )
-        _require_whole(found, bool(packed), config.path)
+        require_whole(found, bool(packed), config.path)
     except UserError:
         raise
     except Exception as error:  # transformers raises a dozen kinds here; every one means that the target cannot be had
@@ -193,64 +192,6 @@ def _load(config: TargetConfig, where: str, gguf: str | None, shards: int) -> tu
     if shards > 1:
         _make_ends_whole(model)
     return model, tokenizer, commit
-
-
-def quantisation(hf_config: Any, path: str) -> Any:
-    """What a config says of weights that came quantised, and None of others, as of a GGUF, which is made plain."""
-    said = getattr(hf_config, "quantization_config", None) or getattr(hf_config.get_text_config(), "quantization_config", None)
-    return None if path.endswith(".gguf") else said
-
-
-def require_unrounded(hf_config: Any, config: TargetConfig) -> None:
-    """UserError where weights that came quantised are to be rounded."""
-    if config.weights is not None and quantisation(hf_config, config.path):
-        raise UserError(
-            f"target.weights is {config.weights}, but the weights of target {config.path} came quantised (quantization_config in its config.json); set it to "
-            "null."
-        )
-
-
-def require_known(packed: Any, path: str) -> None:
-    """UserError where `packed`, what `quantisation` said, is a way that transformers does not know: it would read the packed numbers as they stand."""
-    from transformers.quantizers import AutoHfQuantizer
-
-    if packed and not AutoHfQuantizer.supports_quant_method(packed):
-        raise UserError(
-            f"target {path} could not be loaded: its weights are quantised by {packed['quant_method']!r} (quantization_config in its config.json), which "
-            "transformers does not know; choose other weights of that model, or remove quantization_config if these are plain."
-        )
-
-
-def _require_whole(found: Any, packed: bool, path: str) -> None:
-    """UserError where weights were not in the files (transformers draws those at random), or stand there with scales of which the config says nothing.
-    `found`: what transformers says of loading."""
-    if missing := sorted(found["missing_keys"]):
-        raise UserError(
-            f"target {path} could not be loaded: {len(missing)} of its weights are in none of its files ({shorten(', '.join(missing), 160, placeholder=' ...')}); "
-            "fetch it again."
-        )
-    scales = sorted(key for key in found["unexpected_keys"] if ".weight_scale" in key)
-    if scales and not packed:
-        raise UserError(
-            f"target {path} could not be loaded: its weights stand beside scales ({shorten(', '.join(scales), 160, placeholder=' ...')}), so they are quantised, "
-            "but its config.json has no quantization_config that says how; choose other weights of that model."
-        )
-
-
-def require_unpacked(hf_config: Any, path: str) -> None:
-    """UserError, in the words of loading, where weights are quantised in a way that transformers does not know, or that needs what this machine lacks. The
-    config alone is asked."""
-    from transformers.quantizers import AutoHfQuantizer
-
-    if not (said := quantisation(hf_config, path)):
-        return
-    try:
-        require_known(said, path)
-        AutoHfQuantizer.from_config(copy.deepcopy(said), pre_quantized=True).validate_environment(device_map=None)
-    except UserError:
-        raise
-    except Exception as error:  # each kind of quantisation has its own
-        raise UserError(f"target {path} could not be loaded: {reason(error)}") from error
 
 
 def _sharing(text: Any, path: str, gguf: str | None, shards: int) -> dict[str, Any]:
@@ -315,40 +256,6 @@ def _generation_config(where: str, gguf: str | None, hf_config: Any, common: dic
         except OSError:
             pass
     return GenerationConfig.from_model_config(hf_config)
-
-
-def reason(error: Exception) -> str:
-    """One sentence for the ways in which loading goes wrong."""
-    text, name = " ".join(str(error).split()), type(error).__name__
-    missing = name == "RepositoryNotFoundError" or "Repository Not Found" in text
-    if name == "GatedRepoError" or ("gated" in text.lower() and not missing):
-        return "it is a gated model; ask for access on its Hub page and log in with `hf auth login` on this machine."
-    if (
-        re.search(r"\b401 (?=Client|Unauthorized)", text)  # the digits alone may be a port's
-        or "Repository Not Found" in text
-        or "is not a valid model identifier" in text
-        or "is not a local folder" in text
-    ):
-        return "there is no such model on the Hub (or it is private and you are not logged in); check target.path, or run `hf auth login`."
-    if (
-        "couldn't connect" in text.lower()
-        or "offline" in text.lower()
-        or name in ("ConnectError", "ConnectionError", "LocalEntryNotFoundError")
-    ):
-        return (
-            "the Hub cannot be reached and the model is not in the local cache; give a local folder or a .gguf file, or connect."
-        )
-    if (
-        "Unrecognized configuration class" in text
-        or "GGUF model with architecture" in text
-        or "does not recognize this architecture" in text
-    ):
-        return f"it is not a causal language model that transformers can load ({shorten(text, 160, placeholder=' ...')}); give a causal LM."
-    if "quantiz" in text.lower() or "accelerate" in text or isinstance(error, ImportError):
-        return f"its weights are quantised in a way that needs something this machine lacks ({shorten(text, 160, placeholder=' ...')}); install that, or use unquantised weights."
-    if "trust_remote_code" in text:
-        return "it needs its own modelling code; set target.trust_remote_code to true if you trust its authors."
-    return f"{name}: {shorten(text, 240, placeholder=' ...')}"
 
 
 def _move(model: Any, device: str | torch.device, path: str) -> Any:

@@ -48,21 +48,12 @@ def make_score(
     compiled = torch.compile(score, options={"cpp_wrapper": True} if cpp_wrapper else None)
 
     def with_symbols(sequences: Sequences, features: Features, layout: Layout) -> Scored:
-        replayed = isinstance(layout, ReplayLayout)
-        if not (net.fixed_queries or replayed):
+        if not (net.fixed_queries or isinstance(layout, ReplayLayout)):
             layout = widened(layout, sequences.ids_BT.shape[1])
-        for name in (
-            "anchor_N",
-            "depth_N",
-            "label_N",
-            "teacher_N",
-            "draft_N",
-            "cell_N",
-            "pool_M",
-            *(["stream_N"] if replayed else []),
-        ):
+        for name in ("anchor_N", "depth_N", "label_N", "teacher_N", "draft_N", "cell_N", "pool_M"):
             torch._dynamo.maybe_mark_dynamic(getattr(layout, name), 0)
         if isinstance(layout, ReplayLayout):
+            torch._dynamo.maybe_mark_dynamic(layout.stream_N, 0)
             for rows in [layout.fed_BQK] if net.fixed_queries else [layout.fed_BQK, layout.query_BQ]:
                 torch._dynamo.maybe_mark_dynamic(rows, 1)
         else:

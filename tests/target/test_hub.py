@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from planning import line, planner
 
 from drafttrain.target.hub import hub_answers
-from drafttrain.target.load import reason
+from drafttrain.target.refusals import reason
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789" * 4

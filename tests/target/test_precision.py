@@ -24,8 +24,9 @@ from drafttrain.files import human_bytes
 from drafttrain.recipe import load_recipe
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.fuse import TOGETHER, merge_projections
-from drafttrain.target.load import _check_layers, load_target, require_unpacked
+from drafttrain.target.load import _check_layers, load_target
 from drafttrain.target.precision import bytes_of, revision_of, rounded_to
+from drafttrain.target.quantised import require_unpacked
 from drafttrain.tasks.checkpoint_config import CheckpointConfig
 from drafttrain.tasks.shared_target import require_no_answers
 from drafttrain.tasks.speed_config import SpeedConfig

@@ -1,0 +1,67 @@
+"""Targets whose weights came quantised: what their config says of it, and whether they can be read so. (Rounding plain ones: precision.py.)"""
+
+import copy
+from textwrap import shorten
+from typing import Any
+
+from drafttrain.errors import UserError
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.refusals import reason
+
+
+def quantisation(hf_config: Any, path: str) -> Any:
+    """What a config says of weights that came quantised, and None of others, as of a GGUF, which is made plain."""
+    said = getattr(hf_config, "quantization_config", None) or getattr(hf_config.get_text_config(), "quantization_config", None)
+    return None if path.endswith(".gguf") else said
+
+
+def require_unrounded(hf_config: Any, config: TargetConfig) -> None:
+    """UserError where weights that came quantised are to be rounded."""
+    if config.weights is not None and quantisation(hf_config, config.path):
+        raise UserError(
+            f"target.weights is {config.weights}, but the weights of target {config.path} came quantised (quantization_config in its config.json); set it to "
+            "null."
+        )
+
+
+def require_known(packed: Any, path: str) -> None:
+    """UserError where `packed`, what `quantisation` said, is a way that transformers does not know: it would read the packed numbers as they stand."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    if packed and not AutoHfQuantizer.supports_quant_method(packed):
+        raise UserError(
+            f"target {path} could not be loaded: its weights are quantised by {packed['quant_method']!r} (quantization_config in its config.json), which "
+            "transformers does not know; choose other weights of that model, or remove quantization_config if these are plain."
+        )
+
+
+def require_whole(found: Any, packed: bool, path: str) -> None:
+    """UserError where weights were not in the files (transformers draws those at random), or stand there with scales of which the config says nothing.
+    `found`: what transformers says of loading."""
+    if missing := sorted(found["missing_keys"]):
+        raise UserError(
+            f"target {path} could not be loaded: {len(missing)} of its weights are in none of its files ({shorten(', '.join(missing), 160, placeholder=' ...')}); "
+            "fetch it again."
+        )
+    scales = sorted(key for key in found["unexpected_keys"] if ".weight_scale" in key)
+    if scales and not packed:
+        raise UserError(
+            f"target {path} could not be loaded: its weights stand beside scales ({shorten(', '.join(scales), 160, placeholder=' ...')}), so they are quantised, "
+            "but its config.json has no quantization_config that says how; choose other weights of that model."
+        )
+
+
+def require_unpacked(hf_config: Any, path: str) -> None:
+    """UserError, in the words of loading, where weights are quantised in a way that transformers does not know, or that needs what this machine lacks. The
+    config alone is asked."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    if not (said := quantisation(hf_config, path)):
+        return
+    try:
+        require_known(said, path)
+        AutoHfQuantizer.from_config(copy.deepcopy(said), pre_quantized=True).validate_environment(device_map=None)
+    except UserError:
+        raise
+    except Exception as error:  # each kind of quantisation has its own
+        raise UserError(f"target {path} could not be loaded: {reason(error)}") from error
