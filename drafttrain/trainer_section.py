@@ -72,20 +72,27 @@ def _refusal(key: str, value: Any, hints: dict[str, Any]) -> str | None:
         return ours_refused(key)
     if key not in hints:
         return f"unknown key 'trainer.{key}': {nearest(f'trainer.{key}', hints, [f'trainer.{known}' for known in hints])}"
-    if key == "strategy" and isinstance(value, str):
-        names = ["auto", *(name for name in StrategyRegistry.available_strategies() if not _unfit(name))]
-        if value not in names and not _unfit(value):
-            return f"'trainer.strategy' is no strategy of Lightning: got {value!r}, known are {', '.join(names)}; {HARDWARE}."
-    if key == "strategy" and isinstance(value, dict) and "class_path" not in value:
-        return f"'trainer.strategy' names no class: got {value}, wanted its class_path too; {HARDWARE}."
-    if key == "strategy" and _unfit(str(value.get("class_path") if isinstance(value, dict) else value)):
-        return (
-            f"'trainer.strategy' divides the weights in a way in which no drafter can be saved here: got {value!r}; {HARDWARE}."
-        )
+    if key == "strategy" and (refusal := _strategy_refusal(value)) is not None:
+        return refusal
     if isinstance(value, dict) and "class_path" in value:
         for name in ARGUMENTS:
             if not isinstance(value.get(name), dict | None):
                 return f"'trainer.{key}.{name}' should be arguments by their names, got {value[name]!r}; leave it out where there are none."
+    return None
+
+
+def _strategy_refusal(value: Any) -> str | None:
+    """Why a strategy, as written, cannot be trained with; None if its name or class may be."""
+    if isinstance(value, dict) and "class_path" not in value:
+        return f"'trainer.strategy' names no class: got {value}, wanted its class_path too; {HARDWARE}."
+    name = str(value["class_path"] if isinstance(value, dict) else value)
+    if _unfit(name):
+        return (
+            f"'trainer.strategy' divides the weights in a way in which no drafter can be saved here: got {value!r}; {HARDWARE}."
+        )
+    names = ["auto", *(known for known in StrategyRegistry.available_strategies() if not _unfit(known))]
+    if isinstance(value, str) and value not in names:
+        return f"'trainer.strategy' is no strategy of Lightning: got {value!r}, known are {', '.join(names)}; {HARDWARE}."
     return None
 
 
