@@ -18,11 +18,20 @@ from torch.nn.functional import pad
 
 BLOCK = 128
 """Queries, and rows, of a block: what the kernel takes in at once."""
-SMALL_HEADS: dict[str, Any] = {"fwd_BLOCK_N": 64, "bwd_num_warps": 4} | {
-    f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")
-}
+SMALL_HEADS: dict[str, Any] = {
+    "fwd_BLOCK_M": 64,
+    "fwd_BLOCK_N": 64,
+    "fwd_num_warps": 4,
+    "fwd_num_stages": 3,
+    "bwd_num_warps": 4,
+} | {f"bwd_BLOCK_{side}": 64 for side in ("M1", "N1", "M2", "N2")}
 """What the kernel takes in at once where heads are at most 64 wide, in 16 bits. torch's own choice for an H100 (128 x 128) leaves such a rule no registers: on an H200
-the kernels of DFlash's step take 101 and 359 us a layer so, and 239 and 489 us with that choice."""
+the kernels of DFlash's step take 79 and 359 us a layer so, and 239 and 489 us with that choice; those of a text's own rows 43 and 130 us, and 142 and 176."""
+WIDE_HEADS: dict[str, Any] = {"bwd_num_warps": 4, "bwd_num_stages": 3} | {
+    f"bwd_BLOCK_{side}": size for side, size in (("M1", 32), ("N1", 64), ("M2", 64), ("N2", 32))
+}
+"""The same for heads of 65 to 128, on the way back alone: 1.30 ms a layer of an 8B shape's DFlash on an H200, and 1.43 ms with torch's own choice; of a text's own
+rows 0.55 and 0.60 ms."""
 ONE_KERNEL: dict[str, Any] = {"FORCE_USE_FLEX_ATTENTION": True}
 """For fewer than 128 queries torch 2.11 takes its kernel for decoding, and of that it has none where they and the query heads of a group are more than 128."""
 BEHIND_ALL = 2**30
@@ -95,6 +104,12 @@ def _kernel() -> Any:
     return torch.compile(flex_attention)
 
 
+def _tiles(query: Tensor) -> dict[str, Any]:
+    if query.element_size() != 2 or query.shape[-1] > 128:
+        return {}
+    return SMALL_HEADS if query.shape[-1] <= 64 else WIDE_HEADS
+
+
 def run_kernel(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """What is mixed [B, H, Q, D], and the logarithm of what its weights were divided by [B, H, Q] (-inf where nothing is seen). On a CPU there is no
     gradient."""
@@ -102,9 +117,7 @@ def run_kernel(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale
     query, key = query.to(value.dtype), key.to(value.dtype)
     attend = _kernel() if query.is_cuda and not torch.compiler.is_compiling() else flex_attention
     grouped = query.shape[1] != key.shape[1]
-    options = (
-        (ONE_KERNEL | (SMALL_HEADS if query.shape[-1] <= 64 and query.element_size() == 2 else {})) if query.is_cuda else None
-    )
+    options = ONE_KERNEL | _tiles(query) if query.is_cuda else None
     mixed, aux = attend(
         query,
         key,
