@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import build_target_folder
 
 from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target, locate
-from drafttrain.target.target import own_attention, plain_copy
+from drafttrain.target.target import Target, own_attention, plain_copy
 from drafttrain.types import Sequences
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +104,40 @@ def test_a_head_that_scales_unknowingly_is_refused(target_folders, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", doubled)
     with pytest.raises(UserError, match="logits differ"):
         load_target(TargetConfig(path=str(target_folders("llama"))), device="cpu")
+
+
+@pytest.fixture(scope="module", params=range(6))
+def mixture(tmp_path_factory, request):
+    return build_target_folder("mixtral", tmp_path_factory.mktemp("mixture") / "target", seed=request.param)
+
+
+def test_experts_that_are_nearly_equal_in_16_bits_are_no_reason_to_refuse(mixture):
+    load_target(TargetConfig(path=str(mixture), dtype="bfloat16"), device="cpu")
+
+
+@pytest.mark.parametrize("fault", ["sees what is to come", "forgets the first piece", "positions one on", "a head that scales"])
+def test_a_mixture_that_is_read_wrongly_is_refused_in_16_bits_too(mixture, monkeypatch, fault):
+    read, logits, masks = Target.read, Target.logits, Target._masks
+
+    def misread(self, ids, slots, seen, keys, *more):
+        if fault == "positions one on" and slots.min() > 0:
+            slots = slots + 1
+        return read(self, ids, slots, seen, keys, *more)
+
+    def mismask(self, full, *more):
+        if fault == "sees what is to come":
+            full = torch.ones_like(full)
+        if fault == "forgets the first piece" and full.shape[-1] > full.shape[-2]:
+            full = full.clone()
+            full[..., :7] = False
+        return masks(self, full, *more)
+
+    monkeypatch.setattr(Target, "read", misread)
+    monkeypatch.setattr(Target, "_masks", mismask)
+    if fault == "a head that scales":
+        monkeypatch.setattr(Target, "logits", lambda self, *args: logits(self, *args) * 1.2)
+    with pytest.raises(UserError, match="logits differ"):
+        load_target(TargetConfig(path=str(mixture), dtype="bfloat16"), device="cpu")
 
 
 def test_no_template_is_a_sentence(target_folders, tmp_path):
