@@ -74,10 +74,8 @@ def _prepare(recipe: Recipe, run: Run, topology: Topology, team: Team) -> None:
         lent = TokenStore.open(run.data / "train")
         lent.refuse_features_of_another(needs.taps, recipe.data.feature_dtype, wanted_final(needs))
     with _explained(run.folder), RunLock(run.folder) if team.leads else nullcontext():
-        if team.leads:
-            run.record("data_prep", recipe.plain(), topology.world)
-            if not (run.data / "prompts.json").exists():
-                print(f"gathering prompts from {', '.join(type(source).__name__ for source in recipe.prepare.prompts)}")
+        if team.leads and not (run.data / "prompts.json").exists():
+            print(f"gathering prompts from {', '.join(type(source).__name__ for source in recipe.prepare.prompts)}")
         prepare(
             recipe.prepare,
             target,
@@ -89,6 +87,8 @@ def _prepare(recipe: Recipe, run: Run, topology: Topology, team: Team) -> None:
             tap_count=None if needs is None else len(needs.taps),
             team=team,
             say=print if team.leads else partial(print, f"[{team.rank}]"),
+            # As in train: a recipe that is refused, or finds the data finished, is not the one that the later stages are to be given.
+            begins=partial(run.record, "data_prep", recipe.plain(), topology.world) if team.leads else lambda: None,
         )
 
 

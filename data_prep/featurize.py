@@ -47,9 +47,9 @@ def featurize(
     stored: Stored,
     team: Team,
     say: Callable[[str], None] = print,
+    begins: Callable[[], None] = lambda: None,
 ) -> TokenStore:
-    """Makes `folder` a store that keeps these features in every shard, whatever it kept before, and returns it.
-
+    """Makes `folder` a store that keeps these features in every shard, whatever it kept before, and returns it. `begins` is called where a shard lacks them.
 
     UserError: an unfinished store, one of another target, no space, a full disk (finished shards stay).
     """
@@ -60,6 +60,8 @@ def featurize(
     records = [_record(folder, index) for index in range(store.manifest.shards)]
     missing = [index for index, record in enumerate(records) if not has_features(record, index, dtype, taps, final)]
     require_space(folder, store.bytes_of_features(len(taps), dtype, final, missing), f"features of {len(missing)} shards")
+    if missing:
+        begins()
     if team.leads and store.manifest.taps is not None and missing:
         replace(store.manifest, taps=None, feature_dtype=None).write(folder)  # until all shards agree again
     for number, index in enumerate(missing):

@@ -58,13 +58,15 @@ def prepare(
     ask: Ask | None = None,
     team: Team = ALONE,
     say: Callable[[str], None] = print,
+    begins: Callable[[], None] = lambda: None,
 ) -> TokenStore:
     """Makes or finishes `folder` (a run's data/) and returns the training store.
 
     `taps` are the layers whose features are kept beside the tokens (in `feature_dtype`), None for none; `final` says whose final states
     (kept_rows.py). `draft_vocab` (what drafts cost stands for the best size) and `tap_count` (of the drafter where `taps` is None; None: not known) are only used to
     say what a draft vocabulary of that size covers, and how large that many taps would be on disk. `ask` is who speaks for the target; the
-    in-process engine unless given. `team`: which of how many processes this is.
+    in-process engine unless given. `team`: which of how many processes this is. `begins` is called before answers or features are made that the folder lacks,
+    when nothing is left that could be refused.
     UserError: settings that differ from those of an unfinished or finished folder, no usable prompt, no space, another process.
     """
     folder = Path(folder)
@@ -84,9 +86,9 @@ def prepare(
         require_same(folder, wanted)
         team.announce(folder)
         complete = all((folder / name / "manifest.json").exists() for name in ("train", "held_out"))
-        answered = Answered([]) if complete else _answer_all(config, work, _gathered(config, work), kept)
+        answered = Answered([]) if complete else _answer_all(config, work, _gathered(config, work), kept, begins)
         if stored is not None:
-            featurize(folder / "train", target, stored, team, say)
+            featurize(folder / "train", target, stored, team, say, begins)
         training, held_out = TokenStore.open(folder / "train"), TokenStore.open(folder / "held_out")
         if complete and (folder / "report" / "README.md").exists():
             say(f"{folder}/ is complete: {len(training):,} training chats, {len(held_out):,} held-out chats.")
@@ -160,7 +162,9 @@ class LocalSpeaker:
         return 0 if self._engine is None else sum(len(row.emitted) for row in self._engine.rows if row is not None)
 
 
-def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, kept: Stored | None) -> Answered:
+def _answer_all(
+    config: PrepareConfig, work: Work, gathered: Gathered, kept: Stored | None, begins: Callable[[], None] = lambda: None
+) -> Answered:
     """Both stores, with their manifests if this process leads; returns what the training store took."""
     folder, hidden, team = work.folder, work.target.hidden, work.team
     training, greedy = _training_chunks(config, work, gathered.training, kept), Speech(0.0, 1.0, None)
@@ -173,6 +177,7 @@ def _answer_all(config: PrepareConfig, work: Work, gathered: Gathered, kept: Sto
     needed += expected_bytes(held_out, folder / "held_out", held_rules, hidden)
     asked = sum(len(chunk.questions) for chunk in training)
     require_space(folder, needed, f"{'tokens' if kept is None else 'features'} of {asked:,} chats")
+    begins()
 
     held_done = answer(work, held_out, folder / "held_out", held_rules, team)
     done = answer(work, training, folder / "train", rules, team)

@@ -1,6 +1,7 @@
 """What `python -m data_prep` asks of the stage below it: what the recipe's drafter reads is what is kept, and what the report speaks of."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,3 +81,25 @@ def test_whose_coverage_is_told_is_said_where_the_drafter_brings_its_own_vocabul
     flags = ["--checkpoint.start", str(tmp_path / "drafter")] if start else []
     prepared(tmp_path, target_folders("llama"), drafter, "--data.features", "online", *flags)
     assert ("note: a drafter that is begun from (checkpoint.start) keeps its own" in capsys.readouterr().out) == start
+
+
+def test_a_recipe_is_recorded_where_it_makes_something_and_not_where_it_is_refused_or_finds_its_work_done(
+    tmp_path, target_folders
+):
+    """An export by the recipe that was refused would look for a drafter of another target."""
+    drafter = "{class_path: Eagle3, init_args: {taps: [0, 1], draft_vocab: 100}}"
+    data = prepared(tmp_path, target_folders("llama"), drafter)
+    flags = ["--config", str(tmp_path / "r.yaml"), "--runs", str(tmp_path / "runs")]
+    files = [data.parent / "recipe.yaml", data.parent / "versions.json"]
+
+    def leaves_them(code: int, *change: str) -> bool:
+        before = [file.read_bytes() for file in files]
+        assert command.main([*flags, *change]) == code
+        return [file.read_bytes() for file in files] == before
+
+    assert leaves_them(0, "--validate.drafts", "1")  # all of it is there
+    assert leaves_them(2, "--prepare.seed", "5")
+    assert not leaves_them(0, "--data.feature_dtype", "bfloat16")  # features are made anew
+    shutil.rmtree(data)
+    assert leaves_them(2, "--prepare.held_out", "99")  # refused when prompts are gathered
+    assert not leaves_them(0, "--prepare.seed", "5")
