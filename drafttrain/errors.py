@@ -14,6 +14,11 @@ class UserError(Exception):
         self.notes = tuple(notes)
 
 
+def install(extra: str) -> str:
+    """The command that installs a library of pyproject.toml's optional dependencies in the version that is wanted. `extra`: its name there."""
+    return f'`pip install -e ".[{extra}]"` in the folder of drafttrain'
+
+
 def printable(words: str) -> str:
     """The words with everything that a terminal would obey, or that no encoding has (line ends too), spelt as Python spells it."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in words)

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, install
 from drafttrain.recipe import FROM_TORCHRUN
 from drafttrain.recipe_build import choices, describe, nearest
 from drafttrain.tasks.strategy import uses_deepspeed
@@ -31,7 +31,7 @@ def require_deepspeed(strategy: Any) -> None:
     """UserError where a strategy, as written in the recipe, is DeepSpeed and that is not installed; Lightning alone would end with a traceback."""
     if uses_deepspeed(strategy) and importlib.util.find_spec("deepspeed") is None:
         raise UserError(
-            "trainer.strategy is DeepSpeed, which is not installed on this machine; run `pip install deepspeed`, or use --config "
+            f"trainer.strategy is DeepSpeed, which is not installed on this machine; run {install('deepspeed')}, or use --config "
             "recipes/hardware/ddp.yaml."
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, install
 
 
 def require_library(weights: str | None) -> None:
@@ -23,7 +23,7 @@ def require_library(weights: str | None) -> None:
         import torchao.quantization  # noqa: F401
     except ImportError:
         raise UserError(
-            f"target.weights is {weights}, but torchao, which rounds them, is not installed; run `pip install torchao`, or set it to null."
+            f"target.weights is {weights}, but torchao, which rounds them, is not installed; run {install('torchao')}, or set it to null."
         ) from None
 
 

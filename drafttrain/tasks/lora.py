@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
 from drafttrain.drafters.save import read_record, require_unaltered, save_drafter
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, install
 from drafttrain.files import write_tensors_atomic
 from drafttrain.tasks.lora_config import LoraConfig
 from drafttrain.tasks.optimizer import token_sides
@@ -98,7 +98,7 @@ def insert(net: DrafterNet, config: LoraConfig) -> tuple[Any, str]:
         import peft
     except ImportError:
         raise UserError(
-            f"lora.rank is {config.rank}, but the library peft, which makes the adapters, is not installed; run `pip install peft`, or set it to null."
+            f"lora.rank is {config.rank}, but the library peft, which makes the adapters, is not installed; run {install('peft')}, or set it to null."
         ) from None
     names = matrices(net, config.layers, token_sides(net))
     sides = [min(net.get_parameter(f"{name}.weight").shape) for name in names]

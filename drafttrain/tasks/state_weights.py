@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drafttrain.errors import UserError
+from drafttrain.errors import UserError, install
 from drafttrain.files import read_json, typed_path
 from drafttrain.tasks.checkpoints import FACTS, LATEST, STATE, damaged, find_last, missing_pieces
 
@@ -143,7 +143,7 @@ def _consolidated(folder: Path) -> dict[str, Tensor]:
     _require_undamaged(root / tag)
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
-            f"{folder} was saved by DeepSpeed, which is not installed here and has to put its pieces together; install drafttrain[deepspeed]."
+            f"{folder} was saved by DeepSpeed, which is not installed here and has to put its pieces together; run {install('deepspeed')}."
         )
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
