@@ -97,7 +97,9 @@ def test_an_identity_and_a_card_say_what_weights_were_rounded_to():
 
 def test_without_the_library_one_sentence_says_what_to_install(target_folders, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(UserError, match="target.weights is int8, but torchao, .* is not installed; run `pip install -e .*torchao.*`"):
+    with pytest.raises(
+        UserError, match="target.weights is int8, but torchao, .* is not installed; run `pip install -e .*torchao.*`"
+    ):
         load_target(TargetConfig(path=str(target_folders("llama")), weights="int8"), device="cpu")
 
 

@@ -279,7 +279,9 @@ def test_without_a_drafter_to_begin_from_it_is_refused(tmp_path, tiny_llama, lla
 
 def test_without_peft_it_is_refused(tiny_llama, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(UserError, match=r"lora.rank is 3, but the library peft.* is not installed; run `pip install -e .*peft.*`"):
+    with pytest.raises(
+        UserError, match=r"lora.rank is 3, but the library peft.* is not installed; run `pip install -e .*peft.*`"
+    ):
         insert(net_for(tiny_llama, EAGLE3), CONFIG)
 
 
