@@ -9,6 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -40,6 +42,7 @@ ARCHITECTURES = {
     "mixtral": lambda: MixtralForCausalLM(
         MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
     ),
+    "gpt_oss": lambda: GptOssForCausalLM(GptOssConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)),
     "gemma3": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(**COMMON, sliding_window=6, final_logit_softcapping=8.0, query_pre_attn_scalar=8)
     ),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import scaled_dot_product_attention
 
-from drafttrain.ops.rows import attend_rows, attend_rows_and_own
+from drafttrain.ops.rows import attend_rows, attend_rows_and_own, attend_rows_with_sinks, without_sinks
 
 FEW_QUERIES = 16
 
@@ -101,6 +101,21 @@ def attend_depths(
         own_keys, own_values = ([x[:, :, :width] for x in parts[1 : k + 1]] for parts in (keys, values))
         mixed.append(attend_chain(query, keys[0], values[0], visible(width), own_keys, own_values))
     return torch.cat(mixed, dim=2)
+
+
+def attend_with_sinks(
+    query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, mask_B1QS: Tensor | BlockMask, scale: float, sink_H: Tensor
+) -> Tensor:
+    """Attention in which each head has one score more, `sink_H`, whose share of the softmax goes to nobody (gpt-oss, arXiv 2508.10925).
+
+    The mask is added to the scores, or a block mask, under which no scores are held. Returns [B, H, Q, D].
+    """
+    if isinstance(mask_B1QS, BlockMask):
+        return attend_rows_with_sinks(query_BHQD, key_BGSD, value_BGSD, mask_B1QS, scale, sink_H)
+    query_BGhQD = query_BHQD.unflatten(1, (key_BGSD.shape[1], -1))
+    scores = (query_BGhQD @ key_BGSD[:, :, None].transpose(3, 4)).float() * scale + mask_B1QS[:, :, None]
+    mixed = scores.softmax(-1).to(value_BGSD.dtype) @ value_BGSD[:, :, None]
+    return without_sinks(mixed.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2), sink_H)
 
 
 def attend_softcapped(

@@ -136,6 +136,19 @@ def attend_rows(query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, mask: 
     return run_kernel(query_BHQD, key_BGSD, value_BGSD, mask, scale)[0]
 
 
+def attend_rows_with_sinks(
+    query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, mask: BlockMask, scale: float, sink_H: Tensor
+) -> Tensor:
+    """`attend_with_sinks` of ops/attention.py under such a mask. Returns [B, H, Q, D]."""
+    return without_sinks(*run_kernel(query_BHQD, key_BGSD, value_BGSD, mask, scale), sink_H)
+
+
+def without_sinks(mixed_BHQD: Tensor, sum_BHQ: Tensor, sink_H: Tensor) -> Tensor:
+    """What is left of an attention whose softmax has one score more for each head, that of nobody: with L the logarithm of the softmax's sum without it,
+    sigmoid(L - sink) of it."""
+    return mixed_BHQD * torch.sigmoid(sum_BHQ - sink_H[:, None])[..., None].to(mixed_BHQD.dtype)
+
+
 def attend_rows_and_own(
     query_BHQD: Tensor, key_BGSD: Tensor, value_BGSD: Tensor, mask: BlockMask, own_keys: list[Tensor], own_values: list[Tensor]
 ) -> Tensor:

@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from drafttrain.errors import UserError
 from drafttrain.layouts import RowRule, every_row
-from drafttrain.ops.attention import attend, attend_softcapped
+from drafttrain.ops.attention import attend, attend_softcapped, attend_with_sinks
 from drafttrain.ops.rows import attend_rows
 from drafttrain.target.cache import RaggedCache
 from drafttrain.target.template import ChatTemplate
@@ -34,12 +34,16 @@ KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 def hf_attention(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, softcap=None, s_aux=None, position_bias=None, **kwargs
 ):
-    """Our attention switch in the form that transformers' modelling code calls. Returns ([B, T, H, D], None)."""
-    if s_aux is not None or position_bias is not None:
+    """Our attention switch in the form that transformers' modelling code calls; `s_aux` are sinks. Returns ([B, T, H, D], None)."""
+    if position_bias is not None:
         raise UserError(
-            "this target's attention has sinks or a position bias, which the decoding engine does not implement; use another target."
+            "this target's attention has a position bias, which the decoding engine does not implement; use another target."
         )
-    if isinstance(attention_mask, BlockMask):
+    if s_aux is not None:
+        mixed = attend_with_sinks(
+            query, key, value, attention_mask, query.shape[-1] ** -0.5 if scaling is None else scaling, s_aux
+        )
+    elif isinstance(attention_mask, BlockMask):
         mixed = attend_rows(query, key, value, attention_mask, scaling)
     elif softcap is not None:
         mixed = attend_softcapped(query, key, value, attention_mask == 0, scaling, softcap)

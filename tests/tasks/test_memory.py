@@ -108,10 +108,12 @@ def test_long_rows_hold_nothing_that_grows_with_their_square(tiny_llama):
     assert bytes_of(tiny_llama, 8192, speed=replace(fused, checkpoint_activations=True)) < 0.8 * without[1]
 
 
-def test_a_mixture_of_experts_is_told_and_holds_all_of_them(targets):
-    """In fp32 a CPU without numbers refuses what such a target's experts are computed by."""
-    target = targets("mixtral")
-    step, net, sequences, layout = made(target, "eagle3")
+@pytest.mark.parametrize("fused_rows", [False, True])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_a_mixture_of_experts_is_told_and_holds_all_of_them(targets, name, fused_rows):
+    """In fp32 a CPU without numbers refuses what such a target's experts are computed by; and a kernel that holds no scores is never run."""
+    target = targets(name)
+    step, net, sequences, layout = made(target, "eagle3", speed=SpeedConfig(fused_rows=fused_rows))
     weights = sum(w.numel() * w.element_size() for w in target.model.parameters())
     assert weights <= peak_of(step, sequences, layout).parts[TARGET] < 1.2 * weights
 
