@@ -12,7 +12,7 @@ from drafttrain.commands.plan_adapt import adapted
 from drafttrain.commands.plan_checks import refused_by_bench, refused_of, require_room, unmeant
 from drafttrain.commands.plan_export import exported
 from drafttrain.commands.plan_lora import learner_of
-from drafttrain.commands.plan_memory import memory
+from drafttrain.commands.plan_memory import memory, target_bytes
 from drafttrain.commands.plan_on_policy import (
     Prompts,
     device_parts,
@@ -40,7 +40,6 @@ from drafttrain.recipe import Recipe
 from drafttrain.run import Run, dump_yaml
 from drafttrain.target.hub import only_cached
 from drafttrain.target.load import locate
-from drafttrain.target.precision import bytes_of
 from drafttrain.target.quantised import require_unrounded
 from drafttrain.target.refusals import reason
 from drafttrain.target.target import Target
@@ -232,10 +231,9 @@ def _device(
 ) -> list[str]:
     """Bytes that stay on each device; activations come on top. `prompts`: None where no rollouts are made; `learner` as `_disk` says."""
     stage = zero_stage(recipe.trainer.get("strategy"))
-    size = 2 if recipe.target.dtype == "bfloat16" else 4
+    size = getattr(torch, recipe.target.dtype).itemsize
     # What is kept, its bytes, and from which ZeRO stage on it is divided among the processes (there is no stage 4).
-    shards = topology.world if recipe.speed.shard_target else 1
-    parts = [("target", bytes_of(target.model, size, recipe.target.weights, shards), 3), ("drafter", _size(learner) * 4, 3)]
+    parts = [("target", target_bytes(recipe, target, topology.world), 3), ("drafter", _size(learner) * 4, 3)]
     parts += [("gradients", _trained(learner) * 4, 2), (*_optimizer(recipe, learner), 1)]
     if not net.words and not net.vocabulary.is_full:
         parts.append(("head for the draft vocabulary", len(net.vocabulary.ids) * target.hidden * size, 4))

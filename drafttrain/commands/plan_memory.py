@@ -12,6 +12,8 @@ from drafttrain.drafters.base import DrafterNet
 from drafttrain.files import human_bytes
 from drafttrain.layouts import filled, one_chat, widened
 from drafttrain.recipe import Recipe
+from drafttrain.target.precision import bytes_of
+from drafttrain.target.quantised import packed_bits, quantisation
 from drafttrain.target.target import Target
 from drafttrain.tasks.adapt_config import AdaptConfig
 from drafttrain.tasks.memory import DRAFTER, GRADIENTS, OPTIMIZER, OTHERS, TARGET, Step, peak_of
@@ -29,6 +31,11 @@ STAYS = (TARGET, DRAFTER, GRADIENTS, OPTIMIZER, OTHERS)
 """What is there from step to step, named first."""
 
 
+def target_bytes(recipe: Recipe, target: Target, world: int) -> int:
+    """What each of so many processes holds of the target's weights. `target`: an outline."""
+    return bytes_of(target.model, recipe.target, world if recipe.speed.shard_target else 1)
+
+
 def step_of(recipe: Recipe, target: Target, net: DrafterNet, world: int = 1) -> Step:
     """What training would do on a GPU."""
     precision, trainer = str(recipe.trainer.get("precision")), recipe.trainer
@@ -37,6 +44,7 @@ def step_of(recipe: Recipe, target: Target, net: DrafterNet, world: int = 1) -> 
         target, getattr(torch, recipe.target.dtype), recipe.drafter, net.vocabulary, recipe.objective, recipe.optimizer, recipe.speed,
         online=recipe.data.features == "online", feature_dtype=recipe.data.feature_dtype, precision=precision,
         accumulate=trainer.get("accumulate_grad_batches", 1), world=1 if uses_deepspeed(trainer.get("strategy")) else world,
+        target_bytes=target_bytes(recipe, target, world),
     )  # fmt: skip
 
 
@@ -53,7 +61,7 @@ def memory(recipe: Recipe, store: TokenStore | None, topology: Topology, target:
     named = sorted(peak.parts, key=lambda part: (part not in STAYS, STAYS.index(part) if part in STAYS else 0))
     made_of = " + ".join(f"{part} {human_bytes(peak.parts[part])}" for part in named)
     whose = "a full row" if store is None else "the fullest of the first micro-batches"
-    notes = _notes(recipe)
+    notes = _notes(recipe, target)
     return [
         f"memory of a step{' of train' if _adapts(recipe) else ''} on a GPU, each process: {made_of} = at most {human_bytes(peak.bytes)} at once ({len(layout.label_N):,} elements, "
         f"{whose}){notes}"
@@ -65,7 +73,7 @@ def _adapts(recipe: Recipe) -> bool:
     return recipe.adapt != AdaptConfig()
 
 
-def _notes(recipe: Recipe) -> str:
+def _notes(recipe: Recipe, target: Target) -> str:
     found = []
     if recipe.speed.compile:
         found.append("speed.compile holds less, often a third")
@@ -78,10 +86,13 @@ def _notes(recipe: Recipe) -> str:
         found.append(f"adapt learns from answers instead, in steps as large as those are{recorded}")
     if uses_deepspeed(recipe.trainer.get("strategy")):
         found.append("DeepSpeed divides what stays and adds its buckets")
-    if recipe.target.weights is not None:
-        found.append(f"target.weights {recipe.target.weights} holds less of the target, a byte for each number of its layers")
-    if recipe.speed.shard_target:
-        found.append("speed.shard_target divides the target")
+    said = quantisation(target.model.config, recipe.target.path)
+    if said and packed_bits(said) is None:
+        found.append(
+            "the target's weights came quantised in bits that its config.json does not tell, and are counted as plain ones"
+        )
+    elif said or recipe.target.weights is not None:
+        found.append("what unpacks the target's weights where they are multiplied is not counted")
     return "".join(f"; {note}" for note in found)
 
 

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from drafttrain.errors import UserError, install
+from drafttrain.target.config import TargetConfig
+from drafttrain.target.quantised import packed_bits, packed_names, quantisation
 
 
 def require_library(weights: str | None) -> None:
@@ -37,14 +39,22 @@ def round_weights(model: Any, weights: str, device: str | torch.device) -> None:
     quantize_(model, config, filter_fn=lambda module, name: type(module) is nn.Linear and module is not head, device=device)
 
 
-def bytes_of(model: Any, size: int, weights: str | None, shards: int) -> int:
-    """The most that each of `shards` processes holds of a model whose numbers take `size` bytes, with the matrices of its layers rounded or not; experts
-    count whole."""
-    head = model.get_output_embeddings()
+def bytes_of(model: Any, config: TargetConfig, shards: int) -> int:
+    """The most that each of `shards` processes holds of a target's weights: plain, the matrices of its layers rounded (experts count whole), or as they came
+    quantised, without their scales. `model`: an outline will do."""
+    size, head = getattr(torch, config.dtype).itemsize, model.get_output_embeddings()
     matrices = [module.weight for module in model.modules() if type(module) is nn.Linear and module is not head]
+    bits = packed_bits(said) if (said := quantisation(model.config, config.path)) else None
+    if bits is not None:
+        names = packed_names(model, said)
+        matrices = [weight for name, weight in model.named_parameters() if name in names]
     entries, rows = sum(weight.numel() for weight in matrices), sum(len(weight) for weight in matrices)
     others = sum(weight.numel() for weight in model.parameters()) - entries
-    return others * size + (entries * size if weights is None else entries + rows * size) // shards
+    if bits is not None:
+        shared = entries * bits // 8
+    else:
+        shared = entries * size if config.weights is None else entries + rows * size
+    return others * size + shared // shards
 
 
 def revision_of(revision: str, weights: str | None) -> str:

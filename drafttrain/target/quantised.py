@@ -1,12 +1,18 @@
 """Targets whose weights came quantised: what their config says of it, and whether they can be read so. (Rounding plain ones: precision.py.)"""
 
 import copy
+from fnmatch import fnmatch
 from textwrap import shorten
 from typing import Any
 
 from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.refusals import reason
+
+BITS = {"fp8": 8, "fbgemm_fp8": 8, "load_in_8bit": 8, "load_in_4bit": 4, "mxfp4": 4}
+"""Ways of quantising that say their bits by being named."""
+LEFT_PLAIN = "modules_to_not_convert", "llm_int8_skip_modules", "ignore"
+"""Where quantization_config names modules that it does not speak of."""
 
 
 def quantisation(hf_config: Any, path: str) -> Any:
@@ -33,6 +39,24 @@ def require_known(packed: Any, path: str) -> None:
             f"target {path} could not be loaded: its weights are quantised by {packed['quant_method']!r} (quantization_config in its config.json), which "
             "transformers does not know; choose other weights of that model, or remove quantization_config if these are plain."
         )
+
+
+def packed_bits(said: Any) -> int | None:
+    """Bits of a quantised number, where `said`, what `quantisation` found, tells them: each way of quantising has a name of its own for it."""
+    groups = said.get("config_groups")  # compressed-tensors
+    weights = [group.get("weights") for group in groups.values()] if isinstance(groups, dict) else []
+    told = [said.get("bits"), said.get("w_bit"), *(each.get("num_bits") for each in weights if each)]
+    told += [bits for way, bits in BITS.items() if said.get(way) is True or said.get("quant_method") == way]
+    return max((bits for bits in told if isinstance(bits, int)), default=None)
+
+
+def packed_names(model: Any, said: Any) -> set[str]:
+    """Names of the weights that came quantised: the matrices and experts of its layers, but for modules that `said` leaves plain."""
+    plain = [str(pattern) for key in LEFT_PLAIN for pattern in said.get(key) or ()]
+    patterns = [f"*{pattern.removeprefix('re:').removesuffix('$').replace('.*', '*')}.*" for pattern in plain]
+    ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    matrices = [name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in ends]
+    return {name for name in matrices if not any(fnmatch(name, pattern) for pattern in patterns)}
 
 
 def require_whole(found: Any, packed: bool, path: str) -> None:

@@ -61,6 +61,7 @@ class Step:
     target: Target
     """Of which the model's class and config are looked at alone: an outline will do."""
     target_dtype: torch.dtype
+    """Of what it computes."""
     drafter: DrafterConfig
     vocabulary: DraftVocabulary
     objective: Objective
@@ -74,6 +75,8 @@ class Step:
     accumulate: int = 1
     world: int = 1
     """Processes, of which each keeps a copy of its gradients to be added up (DDP)."""
+    target_bytes: int | None = None
+    """Of the target's weights, where they are quantised or shared out; None for all of them in `target_dtype`."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ def peak_of(step: Step, sequences: Sequences, layout: Layout) -> Peak:
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, _as_on_a_gpu():
         live = LiveBytes()
         target = _without_numbers(step.target.model, step.target_dtype)
+        if step.target_bytes is not None:
+            live.add(TARGET, step.target_bytes - sum(weight.nbytes for weight in target.model.parameters()))
         live.hold(TARGET, target.model)
         with patch.object(nn.Module, "to", _stays):
             net = step.drafter.build(target, step.vocabulary).train()
