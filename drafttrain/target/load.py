@@ -272,8 +272,8 @@ def _refuse_recurrent(config, path: str) -> None:
     strange = sorted(types - KNOWN_LAYER_TYPES)
     if strange or config.model_type in ("mamba", "mamba2", "rwkv", "recurrent_gemma", "jamba", "bamba", "zamba2", "falcon_mamba"):
         raise UserError(
-            f"target {path} is a {config.model_type} model with layers of kind {', '.join(strange) or 'recurrent'}; rejected draft tokens cannot be "
-            "dropped from such state, so only targets whose every layer keeps a key/value cache are supported."
+            f"target {path} is a {config.model_type} model with layers of kind {', '.join(strange) or 'recurrent'}, but rejected draft tokens must be dropped "
+            "from every layer, so only full and sliding attention over a key/value cache are supported; choose another target."
         )
 
 

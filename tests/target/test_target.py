@@ -1,13 +1,16 @@
 """The target's small interface against transformers' own forward pass."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tiny import build_target_folder
+from safetensors.torch import save_file
+from tiny import COMMON, build_target_folder, build_tokenizer
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
@@ -156,6 +159,40 @@ def test_tap_numbers_outside_the_layers_are_refused(tiny_llama):
         with pytest.raises(UserError, match="taps"):
             tiny_llama.check_taps(taps)
     tiny_llama.check_taps((0, 1, 3))
+
+
+FOUR_BITS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+"""E2M1 without its sign (OCP Microscaling Formats 1.0)."""
+
+
+def test_experts_in_four_bits_are_unpacked_with_their_scales(tmp_path):
+    """MXFP4, as gpt-oss is published: of 32 numbers in a row two share a byte, the first in its lower half, and all a power of two."""
+    torch.manual_seed(0)
+    sizes = COMMON | {"hidden_size": 64, "intermediate_size": 64}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)).bfloat16()
+    plain, packed = model.state_dict(), {}
+    for name, weight in plain.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            packed[name] = weight.contiguous()
+            continue
+        experts, wide, made = weight.shape
+        byte = torch.randint(0, 256, (experts, made, wide // 32, 16), dtype=torch.uint8)
+        scale = torch.randint(122, 126, byte.shape[:-1], dtype=torch.uint8)
+        packed |= {f"{name}_blocks": byte, f"{name}_scales": scale}
+        half = torch.stack([byte & 15, byte >> 4], dim=-1).flatten(-2).int()
+        number = FOUR_BITS[half & 7] * (1 - 2 * (half >> 3)) * 2.0 ** (scale.float() - 127)[..., None]
+        plain[name] = number.flatten(2).transpose(1, 2)
+    model.save_pretrained(tmp_path)
+    build_tokenizer().save_pretrained(tmp_path)
+    save_file(packed, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    left = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": left}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_target(TargetConfig(path=str(tmp_path), dtype="bfloat16"), device="cpu").model.state_dict()
+    assert found.keys() == plain.keys()
+    for name, weight in plain.items():
+        torch.testing.assert_close(found[name].float(), weight.float(), atol=0, rtol=0)
 
 
 LOAD_PACKED = """
