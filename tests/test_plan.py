@@ -273,6 +273,34 @@ def test_a_start_that_is_not_there_or_does_not_fit_is_refused(planned, tmp_path,
     assert said.endswith("it is fetched and checked when training starts")
 
 
+def processes(monkeypatch, world: int, rank: int = 0) -> None:
+    for name, value in {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_several_processes_plan_once(planned, monkeypatch):
+    """The first one speaks, and its code is that of all."""
+    processes(monkeypatch, 2)
+    assert line(planned()[1], "processes: ") == "processes: 2 process(es) on 1 machine(s), cpu"
+    assert planned(code=2, data={"length": 3})[1][-1].startswith("error: ")
+    processes(monkeypatch, 2, rank=1)
+    assert planned()[1] == []
+
+
+def test_what_zero_divides_is_counted_for_the_processes_of_the_plan(planned, monkeypatch):
+    def told(stage: int) -> tuple[dict[str, float], str]:
+        said = line(planned(trainer={"strategy": f"deepspeed_stage_{stage}"})[1], "memory of a step")
+        return {name: float(size) for name, size in re.findall(r"(\w+'s weights) ([\d.]+) kB", said)}, said
+
+    whole, said = told(2)
+    assert "optimizer, gradients among 1 process(es): this plan has one; torchrun" in said
+    processes(monkeypatch, 2)
+    for stage, divided in {2: set(), 3: set(whole)}.items():
+        parts, said = told(stage)
+        assert said.endswith("among 2 process(es)") and f"ZeRO-{stage} divides optimizer, gradients" in said
+        assert {name for name in whole if parts[name] == pytest.approx(whole[name] / 2, rel=0.02)} == divided
+
+
 def test_the_most_that_a_step_holds_is_told_or_that_it_cannot_be(planned, monkeypatch):
     """Parts and sum; more rows hold more; a model that looks at numbers costs the plan one line."""
 

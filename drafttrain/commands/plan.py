@@ -58,8 +58,10 @@ ADAM_BYTES, MUON_BYTES = 8, 4
 
 
 def run(recipe: Recipe, options: Options) -> None:
-    """Print the plan. Raises UserError for everything that `train` would refuse before it loads anything."""
+    """Print the plan, once under torchrun. Raises UserError for everything that `train` would refuse before it loads anything."""
     topology = read_topology()
+    if topology.rank > 0:
+        return
     require_whole_matrices(recipe.optimizer, recipe.trainer.get("strategy"))
     if recipe.task != "on_policy":
         require_recordable(recipe.speed, recipe.trainer)

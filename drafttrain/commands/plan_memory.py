@@ -16,8 +16,8 @@ from drafttrain.target.precision import bytes_of
 from drafttrain.target.quantised import packed_bits, quantisation
 from drafttrain.target.target import Target
 from drafttrain.tasks.adapt_config import AdaptConfig
-from drafttrain.tasks.memory import DRAFTER, GRADIENTS, OPTIMIZER, OTHERS, TARGET, Step, peak_of
-from drafttrain.tasks.strategy import uses_deepspeed
+from drafttrain.tasks.memory import DIVIDED_FROM, DRAFTER, GRADIENTS, OPTIMIZER, OTHERS, TARGET, Step, peak_of
+from drafttrain.tasks.strategy import uses_deepspeed, zero_stage
 from drafttrain.topology import Topology
 from drafttrain.types import Layout, Sequences
 
@@ -39,11 +39,12 @@ def target_bytes(recipe: Recipe, target: Target, world: int) -> int:
 def step_of(recipe: Recipe, target: Target, net: DrafterNet, world: int = 1) -> Step:
     """What training would do on a GPU."""
     precision, trainer = str(recipe.trainer.get("precision")), recipe.trainer
+    strategy = trainer.get("strategy")
     precision = PRECISIONS.get(precision, precision)
     return Step(
         target, getattr(torch, recipe.target.dtype), recipe.drafter, net.vocabulary, recipe.objective, recipe.optimizer, recipe.speed,
         online=recipe.data.features == "online", feature_dtype=recipe.data.feature_dtype, precision=precision,
-        accumulate=trainer.get("accumulate_grad_batches", 1), world=1 if uses_deepspeed(trainer.get("strategy")) else world,
+        accumulate=trainer.get("accumulate_grad_batches", 1), world=world, zero=zero_stage(strategy) if uses_deepspeed(strategy) else None,
         target_bytes=target_bytes(recipe, target, world),
     )  # fmt: skip
 
@@ -61,7 +62,7 @@ def memory(recipe: Recipe, store: TokenStore | None, topology: Topology, target:
     named = sorted(peak.parts, key=lambda part: (part not in STAYS, STAYS.index(part) if part in STAYS else 0))
     made_of = " + ".join(f"{part} {human_bytes(peak.parts[part])}" for part in named)
     whose = "a full row" if store is None else "the fullest of the first micro-batches"
-    notes = _notes(recipe, target)
+    notes = _notes(recipe, target, topology.world)
     return [
         f"memory of a step{' of train' if _adapts(recipe) else ''} on a GPU, each process: {made_of} = at most {human_bytes(peak.bytes)} at once ({len(layout.label_N):,} elements, "
         f"{whose}){notes}"
@@ -73,7 +74,7 @@ def _adapts(recipe: Recipe) -> bool:
     return recipe.adapt != AdaptConfig()
 
 
-def _notes(recipe: Recipe, target: Target) -> str:
+def _notes(recipe: Recipe, target: Target, world: int) -> str:
     found = []
     if recipe.speed.compile:
         found.append("speed.compile holds less, often a third")
@@ -84,8 +85,11 @@ def _notes(recipe: Recipe, target: Target) -> str:
     if _adapts(recipe):
         recorded = ", and records none" if recipe.speed.records else ""
         found.append(f"adapt learns from answers instead, in steps as large as those are{recorded}")
-    if uses_deepspeed(recipe.trainer.get("strategy")):
-        found.append("DeepSpeed divides what stays and adds its buckets")
+    if uses_deepspeed(strategy := recipe.trainer.get("strategy")):
+        stage = zero_stage(strategy)
+        divided = ", ".join(part for part, first in DIVIDED_FROM.items() if stage >= first) or "nothing"
+        how = "" if world > 1 else ": this plan has one; torchrun --nproc-per-node N -m drafttrain plan counts for N"
+        found.append(f"DeepSpeed adds its buckets, and ZeRO-{stage} divides {divided} among {world} process(es){how}")
     said = quantisation(target.model.config, recipe.target.path)
     if said and packed_bits(said) is None:
         found.append(

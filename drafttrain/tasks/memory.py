@@ -53,6 +53,9 @@ TARGET, DRAFTER, GRADIENTS, OPTIMIZER = "target's weights", "drafter's weights",
 BATCH, READ, FORWARD, BACKWARD = "batch", "target's reading", "drafter and objective, forward", "backward"
 OTHERS, RECORDED = "libraries and DDP", "recorded step's copies"
 
+DIVIDED_FROM = {OPTIMIZER: 1, GRADIENTS: 2, DRAFTER: 3, TARGET: 3}
+"""From which stage of ZeRO on a part is divided among the processes (as commands/plan.py has it for what stays)."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -74,7 +77,9 @@ class Step:
     """As trainer.precision has it."""
     accumulate: int = 1
     world: int = 1
-    """Processes, of which each keeps a copy of its gradients to be added up (DDP)."""
+    """Processes, of which each keeps a copy of its gradients to be added up (DDP), or among which ZeRO divides what stays."""
+    zero: int | None = None
+    """Stage of DeepSpeed's ZeRO, whose buckets are left out; None without DeepSpeed."""
     target_bytes: int | None = None
     """Of the target's weights, where they are quantised or shared out; None for all of them in `target_dtype`."""
 
@@ -95,10 +100,12 @@ def peak_of(step: Step, sequences: Sequences, layout: Layout) -> Peak:
         Whatever torch does where a target or drafter looks at numbers: a target that cannot be told without any.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as fake, _as_on_a_gpu():
-        live = LiveBytes()
+        divided = [part for part, first in DIVIDED_FROM.items() if (step.zero or 0) >= first]
+        live = LiveBytes(dict.fromkeys(divided, step.world))
         target = _without_numbers(step.target.model, step.target_dtype)
         if step.target_bytes is not None:
-            live.add(TARGET, step.target_bytes - sum(weight.nbytes for weight in target.model.parameters()))
+            more = step.target_bytes - sum(weight.nbytes for weight in target.model.parameters())
+            live.add(TARGET, more // live.divided.get(TARGET, 1))
         live.hold(TARGET, target.model)
         with patch.object(nn.Module, "to", _stays):
             net = step.drafter.build(target, step.vocabulary).train()
@@ -112,7 +119,7 @@ def peak_of(step: Step, sequences: Sequences, layout: Layout) -> Peak:
         target.fused_rows = step.speed.fused_rows
         live.hold(DRAFTER, net)
         live.add(OTHERS, LIBRARIES)
-        if step.world > 1:
+        if step.world > 1 and step.zero is None:
             live.add(OTHERS, sum(weight.numel() * weight.element_size() for weight in net.parameters() if weight.requires_grad))
         _train(step, target, net, fake, live, sequences, layout)
     return live.peak
@@ -201,10 +208,11 @@ def _train(
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive, by the part of the step that made them."""
+    """Counts the bytes of all storages that are alive, by the part of the step that made them. `divided`: among how many processes a part is."""
 
-    def __init__(self) -> None:
+    def __init__(self, divided: dict[str, int]) -> None:
         super().__init__()
+        self.divided = divided
         self.now = BATCH
         self.alive: Counter[str] = Counter()
         self.total = 0
@@ -225,10 +233,10 @@ class LiveBytes(TorchDispatchMode):
     def relabel(self, tensor: Tensor, part: str) -> None:
         """What this tensor holds is of another part than where it was made."""
         entry = self._known.get(id(tensor.untyped_storage()))
-        if entry is not None:
-            self.alive[entry[0]] -= entry[1]
-            self.alive[part] += entry[1]
-            entry[0] = part
+        if entry is not None and entry[0] != part:
+            self.add(entry[0], -entry[1])
+            entry[:] = part, entry[1] // self.divided.get(part, 1)
+            self.add(*entry)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -243,7 +251,7 @@ class LiveBytes(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if id(storage) in self._known or not (size := storage.nbytes()):
             return
-        size = -(-size // ROUNDED_TO) * ROUNDED_TO
+        size = -(-size // ROUNDED_TO) * ROUNDED_TO // self.divided.get(self.now, 1)
         self._known[id(storage)] = [self.now, size]
         weakref.finalize(storage, self._free, id(storage)).atexit = False
         self.alive[self.now] += size

@@ -17,7 +17,7 @@ from drafttrain.layouts import one_chat
 from drafttrain.losses import Distillation
 from drafttrain.position_weights import Exponential
 from drafttrain.tasks import memory
-from drafttrain.tasks.memory import DRAFTER, LIBRARIES, OTHERS, TARGET, Step, peak_of
+from drafttrain.tasks.memory import DIVIDED_FROM, DRAFTER, GRADIENTS, LIBRARIES, OPTIMIZER, OTHERS, TARGET, Step, peak_of
 from drafttrain.tasks.optimizer import make_optimizer, token_sides
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.teacher import TargetTeacher
@@ -133,6 +133,18 @@ def test_what_is_alive_at_the_peak_is_named(tiny_llama):
     )
     assert peak_of(replace(step, world=2), sequences, layout).bytes - peak.bytes == weights
     assert peak_of(replace(step, online=False), sequences, layout).bytes <= peak.bytes
+
+
+def test_zero_divides_what_stays_by_its_stage(tiny_llama):
+    step, net, sequences, layout = made(tiny_llama, "medusa")
+    whole = peak_of(step, sequences, layout)
+    for stage in range(4):
+        peak = peak_of(replace(step, world=2, zero=stage), sequences, layout)
+        assert sum(peak.parts.values()) == peak.bytes
+        for part, first in DIVIDED_FROM.items():
+            share = 2 if stage >= first else 1
+            assert peak.parts.get(part, 0) == pytest.approx(whole.parts.get(part, 0) / share, rel=0.02), (stage, part)
+    assert peak.parts[GRADIENTS] and peak.parts[OPTIMIZER]  # they are there at the peak
 
 
 def test_a_recorded_step_holds_what_it_reads_and_its_gradients_once_more(tiny_llama):
