@@ -203,6 +203,11 @@ def _sharing(text: Any, path: str, gguf: str | None, shards: int) -> dict[str, A
         raise UserError(
             f"speed.shard_target is true, but target.path is {path}, a .gguf file, which is read whole; give safetensors."
         )
+    if not any(name.startswith("layers.") for name in getattr(text, "base_model_tp_plan", None) or ()):
+        raise UserError(
+            f"speed.shard_target is true, but transformers has no plan for sharing out the layers of a {text.model_type} such as target {path}; set it to false, "
+            "or use recipes/hardware/zero3.yaml."
+        )
     if text.num_attention_heads % shards or heads % shards:
         raise UserError(
             f"speed.shard_target is true, but {shards} processes cannot share the {text.num_attention_heads} heads ({heads} of keys and values) of target "
