@@ -86,7 +86,7 @@ def language_model(config: Mapping[str, Any], target: Target, what: str) -> Lang
         faults.append(
             f"its {rope['rope_type']} positions are made for {said.max_position_embeddings:,}, and the target reads {target.max_positions:,}"
         )
-    if getattr(said, "quantization_config", None) is not None:
+    if getattr(said, "quantization_config", None):  # an empty one is of plain weights, as for a target
         faults.append("its weights are quantised")
     if faults:
         raise UserError(f"{what} cannot draft for {target.identity.path}: {'; '.join(faults)}; give another model.")

@@ -52,7 +52,7 @@ def packed_bits(said: Any) -> int | None:
 
 def packed_names(model: Any, said: Any) -> set[str]:
     """Names of the weights that came quantised: the matrices and experts of its layers, but for modules that `said` leaves plain."""
-    plain = [str(pattern) for key in LEFT_PLAIN for pattern in said.get(key) or ()]
+    plain = [str(pattern) for key in LEFT_PLAIN if isinstance(named := said.get(key), list) for pattern in named]
     patterns = [f"*{pattern.removeprefix('re:').removesuffix('$').replace('.*', '*')}.*" for pattern in plain]
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     matrices = [name for name, weight in model.named_parameters() if weight.dim() > 1 and id(weight) not in ends]

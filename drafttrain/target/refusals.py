@@ -31,6 +31,11 @@ def reason(error: Exception) -> str:
         or "does not recognize this architecture" in text
     ):
         return f"it is not a causal language model that transformers can load ({shorten(text, 160, placeholder=' ...')}); give a causal LM."
+    if "object has no attribute 'to_dict'" in text or "has no `quant_method`" in text:  # transformers reads an entry of any kind
+        return (
+            "quantization_config in its config.json is no object with a quant_method, which would say how its weights are quantised; fetch that file "
+            "again, or remove the entry if they are plain."
+        )
     if "quantiz" in text.lower() or "accelerate" in text or isinstance(error, ImportError):
         return f"its weights are quantised in a way that needs something this machine lacks ({shorten(text, 160, placeholder=' ...')}); install that, or use unquantised weights."
     if "trust_remote_code" in text:

@@ -201,6 +201,12 @@ def test_a_config_that_cannot_be_computed_is_refused(tiny_llama, tmp_path, chang
         Independent(model=folder).build(tiny_llama, FULL)
 
 
+def test_a_config_that_says_nothing_of_quantisation_is_one_of_plain_weights(tiny_llama, tmp_path):
+    folder, file = folder_of(FORMS["llama"](), tmp_path), tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {}}))
+    assert Independent(model=folder).build(tiny_llama, FULL)
+
+
 def test_a_damaged_or_foreign_folder_is_refused(tiny_llama, tmp_path):
     folder = folder_of(FORMS["qwen3"](), tmp_path)
     weights = tmp_path / "model.safetensors"

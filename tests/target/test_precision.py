@@ -198,6 +198,15 @@ def copied(folder: Path, to: Path, said, change=lambda stored: None) -> str:
     return str(to)
 
 
+@pytest.mark.parametrize("said", ["fp8", 8, False, ["fp8"], {"bits": 4}])
+def test_a_config_that_does_not_say_how_weights_are_quantised_is_refused(target_folders, tmp_path, capsys, said):
+    folder = copied(target_folders("llama"), tmp_path / "t", said)
+    sentence = "quantization_config in its config.json is no object with a quant_method"
+    with pytest.raises(UserError, match=sentence):
+        load_target(TargetConfig(path=folder), device="cpu")
+    assert [each for each in planner(tmp_path, folder, capsys)()[1] if sentence in each]
+
+
 GROUPS = {"group_0": {"weights": {"num_bits": 8}}, "group_1": {"weights": None}}
 
 
@@ -209,7 +218,7 @@ GROUPS = {"group_0": {"weights": {"num_bits": 8}}, "group_1": {"weights": None}}
         ({"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True, "llm_int8_skip_modules": ["o_proj"]}, 4),
         ({"quant_method": "compressed-tensors", "config_groups": GROUPS, "ignore": ["lm_head", "re:.*o_proj$"]}, 8),
         ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, 4),
-        ({"quant_method": "torchao", "bits": "four", "config_groups": [], "modules_to_not_convert": [7]}, None),
+        ({"quant_method": "torchao", "bits": "four", "config_groups": [], "modules_to_not_convert": 7}, None),
     ],
 )
 def test_weights_that_came_quantised_are_counted_by_their_bits(tmp_path, capsys, target_folders, tiny_llama, said, bits):
