@@ -4,7 +4,7 @@ Letters: B batch, H query heads, G key/value heads (grouped queries: H is a mult
 J earlier steps of a chain, E elements. Masks are boolean, True = visible.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from drafttrain.ops.rows import attend_rows, attend_rows_and_own, attend_rows_with_sinks, without_sinks
 
 FEW_QUERIES = 16
+SCORES = 2**28
+"""Scores that are held at once where no kernel of torch's will do: 1 GiB in fp32."""
 
 
 def attend(
@@ -112,10 +114,20 @@ def attend_with_sinks(
     """
     if isinstance(mask_B1QS, BlockMask):
         return attend_rows_with_sinks(query_BHQD, key_BGSD, value_BGSD, mask_B1QS, scale, sink_H)
-    query_BGhQD = query_BHQD.unflatten(1, (key_BGSD.shape[1], -1))
-    scores = (query_BGhQD @ key_BGSD[:, :, None].transpose(3, 4)).float() * scale + mask_B1QS[:, :, None]
-    mixed = scores.softmax(-1).to(value_BGSD.dtype) @ value_BGSD[:, :, None]
-    return without_sinks(mixed.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2), sink_H)
+    pieces = []
+    for query, mask in _pieces(query_BHQD, mask_B1QS):
+        query_BGhQD = query.unflatten(1, (key_BGSD.shape[1], -1))
+        scores = (query_BGhQD @ key_BGSD[:, :, None].transpose(3, 4)).float() * scale + mask[:, :, None]
+        mixed = scores.softmax(-1).to(value_BGSD.dtype) @ value_BGSD[:, :, None]
+        pieces.append(without_sinks(mixed.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2), sink_H))
+    return torch.cat(pieces, dim=2)
+
+
+def _pieces(query_BHQD: Tensor, mask_B1QS: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Queries and their masks, so many at once that no more than `SCORES` are held."""
+    B, H = query_BHQD.shape[:2]
+    several = max(SCORES // (B * H * mask_B1QS.shape[-1]), 1)
+    return zip(query_BHQD.split(several, dim=2), mask_B1QS.split(several, dim=2), strict=True)
 
 
 def attend_softcapped(
@@ -124,5 +136,8 @@ def attend_softcapped(
     """Plain attention with scores squashed to cap * tanh(score / cap) before the mask (Gemma-2). Returns [B, H, Q, D]."""
     groups = query_BHQD.shape[1] // key_BGSD.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key_BGSD, value_BGSD))
-    scores = cap * torch.tanh(query_BHQD @ key.transpose(2, 3) * scale / cap)
-    return scores.float().masked_fill(~visible_B1QS, float("-inf")).softmax(-1).to(value.dtype) @ value
+    pieces = []
+    for query, visible in _pieces(query_BHQD, visible_B1QS):
+        scores = cap * torch.tanh(query @ key.transpose(2, 3) * scale / cap)
+        pieces.append(scores.float().masked_fill(~visible, float("-inf")).softmax(-1).to(value.dtype) @ value)
+    return torch.cat(pieces, dim=2)

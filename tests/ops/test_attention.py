@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
-from drafttrain.ops.attention import _by_products, attend, attend_chain, attend_softcapped
+from drafttrain.ops import attention
+from drafttrain.ops.attention import _by_products, attend, attend_chain, attend_softcapped, attend_with_sinks
 
 B, G, D, S = 2, 2, 8, 12
 
 
-def loop(query, key, value, visible, scale=None, cap=None):
-    """[B, H, Q, D], one query and one key at a time, in double precision."""
+def loop(query, key, value, visible, scale=None, cap=None, sinks=None):
+    """[B, H, Q, D], one query and one key at a time, in double precision; a sink is one score more."""
     heads, queries = query.shape[1], query.shape[2]
     out = torch.zeros(query.shape, dtype=torch.float64)
     for b in range(B):
@@ -23,7 +24,8 @@ def loop(query, key, value, visible, scale=None, cap=None):
                     score = float((query[b, h, q].double() * key[b, g, s].double()).sum()) * (D**-0.5 if scale is None else scale)
                     score = score if cap is None else cap * math.tanh(score / cap)
                     scores.append(score if visible[b, 0, q, s] else -math.inf)
-                weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
+                scores += [] if sinks is None else [float(sinks[h])]
+                weights = torch.tensor(scores, dtype=torch.float64).softmax(0)[:S]
                 out[b, h, q] = weights @ value[b, g].double()
     return out.float()
 
@@ -58,10 +60,24 @@ def test_products_of_a_few_queries(added, scale):
     )
 
 
-def test_softcapped_scores():
+@pytest.mark.parametrize("held", [2**28, 2 * B * 6 * S, 1])
+def test_softcapped_scores(monkeypatch, held):
+    """All queries at once, two at a time, and one by one, however little may be held."""
+    monkeypatch.setattr(attention, "SCORES", held)
     query, key, value, visible = made(6, 3)
     found = attend_softcapped(query, key, value, visible, 0.9, 2.0)
     torch.testing.assert_close(found, loop(query, key, value, visible, 0.9, 2.0), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("held", [2**28, 2 * B * 6 * S, 1])
+@pytest.mark.parametrize("heads", [2, 6])
+def test_sinks(monkeypatch, heads, held):
+    monkeypatch.setattr(attention, "SCORES", held)
+    query, key, value, visible = made(heads, 3)
+    sinks = torch.linspace(-2, 3, heads)
+    mask = torch.zeros(visible.shape).masked_fill(~visible, -math.inf)
+    found = attend_with_sinks(query, key, value, mask, 0.9, sinks)
+    torch.testing.assert_close(found, loop(query, key, value, visible, 0.9, sinks=sinks), atol=1e-5, rtol=1e-4)
 
 
 def test_a_chain_sees_its_context_and_its_own_earlier_steps_alone():
