@@ -23,6 +23,8 @@ LARGEST = 2**63 - 1
 """The largest whole number that Python's containers and torch count with; both stop at a larger one with an error of their own."""
 WRITTEN = 8192
 """Binary digits that Python writes as decimal ones without complaint (it stops at 4,300 of these)."""
+PATHS = "export.checkpoint", "bench.prompts", "trainer.default_root_dir"
+"""Paths of which nobody asks whether they are there until hours have passed."""
 
 
 def join(place: str, key: str) -> str:
@@ -239,7 +241,7 @@ class Builder:
         return found
 
     def _require_usable(self, value: Any, place: str) -> None:
-        """Report whole numbers beyond `LARGEST`, and text with a character that ends paths, below any keys and in any list."""
+        """Report whole numbers beyond `LARGEST`, text with a character that ends paths, and paths that are too long, below any keys and in any list."""
         if isinstance(value, dict):
             for key, inner in value.items():
                 self._require_usable(inner, join(place, str(key)))
@@ -257,6 +259,16 @@ class Builder:
             self.errors.append(
                 f"'{place}'{self.written.origin(place)} is {value!r}, which holds a NUL character (\\0): no path and no text has one here; take it out."
             )
+        elif isinstance(value, str) and place in PATHS and _is_too_long(value):
+            self.errors.append(
+                f"'{place}'{self.written.origin(place)} is {value[:60]}..., which is longer than paths can be (255 bytes from / to /, 4,095 in all); give a "
+                "shorter one."
+            )
+
+
+def _is_too_long(path: str) -> bool:
+    written = path.encode(errors="replace")
+    return len(written) > 4095 or max(map(len, written.split(b"/"))) > 255
 
 
 def _holds_endless(value: Any) -> bool:

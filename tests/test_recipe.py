@@ -374,6 +374,17 @@ def test_a_path_with_a_nul_character_is_refused_by_its_place(place, value, named
     assert refused([base], (place, value)).startswith(f"'{named}' (--{place}) is 'a\\x00b', which holds a NUL character")
 
 
+@pytest.mark.parametrize("place", ["export.checkpoint", "bench.prompts", "trainer.default_root_dir"])
+def test_a_path_that_is_too_long_is_refused_by_its_place(base, place):
+    """In bytes, as file systems count."""
+    for path in ("runs/" + "x" * 256 + "/best", "\u00e4" * 128, "/".join(["y" * 200] * 21)):
+        assert refused([base], (place, path)).startswith(
+            f"'{place}' (--{place}) is {path[:60]}..., which is longer than paths can be"
+        )
+    for path in ("x" * 255, "\u00e4" * 127 + "/" + "x" * 255, "/".join(["y" * 200] * 20)):
+        load_recipe([base], [(place, path)])
+
+
 def test_missing_keys_are_all_named(write):
     sentence = refused([write("optimizer: {lr: 1.0}\n")])
     for place in ("name", "target.path", "drafter.class_path", "objective.class_path", "prepare.prompts"):
