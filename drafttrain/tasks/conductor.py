@@ -131,16 +131,18 @@ class Conductor(pl.Callback):
             self._save_drafter(trainer, task, net, "best", found)
 
     def _save(self, trainer: pl.Trainer, task: DistillTask, ended: bool) -> None:
+        """The drafters first: a run whose state says that it has ended is not trained again, so a drafter that a kill or a full disk had kept from
+        being written then would stay missing, or be an older one."""
         self.watch.at(f"saving step {task.position.step}")
         net = whole_net(trainer, task.net, self.run.build)
+        self._save_drafter(trainer, task, net, "last_drafter", None)
+        if ended and not self.run.held_out:
+            self._save_drafter(trainer, task, net, "best", None)
         share = {"world": task.share.world, "accumulate": task.share.accumulate, "rows": task.share.rows}
         with explain_full_disk(self.run.checkpoints, "the checkpoint before this one is whole and kept."):
             task.save_beside()
             save_state(trainer, self.run.checkpoints, task.position, self.run.recipe, share)
         task.saved()
-        self._save_drafter(trainer, task, net, "last_drafter", None)
-        if ended and not self.run.held_out:
-            self._save_drafter(trainer, task, net, "best", None)
 
     def _save_drafter(self, trainer: pl.Trainer, task: DistillTask, net: DrafterNet, name: str, found: HeldOut | None) -> None:
         beside = adapter_files(trainer, task.net)

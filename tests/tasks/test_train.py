@@ -19,6 +19,7 @@ from drafttrain.drafters.heads import Hydra, Medusa
 from drafttrain.errors import UserError
 from drafttrain.position_weights import Decay, DPace, Exponential, Uniform, ValidPrefix
 from drafttrain.replay_loss import OnPolicyDistillation
+from drafttrain.tasks import conductor
 from drafttrain.tasks.checkpoints import find_last
 
 
@@ -211,6 +212,24 @@ def test_a_finished_run_goes_on_when_it_gets_more_steps(run, llama):
     start(run, llama, optimizer={"schedule": "constant"})
     start(run, llama, optimizer={"schedule": "constant"}, trainer={"max_steps": 6})
     assert set(logged(run)) == {1, 2, 3, 4, 5, 6}
+
+
+def test_a_disk_that_fills_at_the_last_save_costs_no_drafter(run, llama, monkeypatch):
+    """Where tau is not measured, checkpoints/best is written at the end alone."""
+    real, best = conductor.save_drafter, run / "checkpoints" / "best" / "drafter.json"
+
+    def full(folder, *arguments, **named):
+        if folder.name == "best":
+            raise OSError(28, "No space left on device")
+        real(folder, *arguments, **named)
+
+    for steps in (3, 5):  # the first drafter, and one that replaces it
+        monkeypatch.setattr(conductor, "save_drafter", full)
+        with pytest.raises(UserError, match="disk is full"):
+            start(run, llama, trainer={"max_steps": steps})
+        monkeypatch.setattr(conductor, "save_drafter", real)
+        start(run, llama, trainer={"max_steps": steps})
+        assert json.loads(best.read_text())["facts"]["position"]["step"] == steps
 
 
 def test_the_arithmetic_is_said_before_training(run, llama, capsys):
