@@ -52,6 +52,10 @@ UNREAD = 141
 """Exit code where the reader of our output has gone, as a shell gives it to a program that SIGPIPE (13) ended."""
 GRACE_S = 3.0
 """How long a rank other than 0 waits before it speaks; torchrun looks after its processes every 0.1 s."""
+REFUSED = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
+}  # fmt: skip
+"""What a machine refuses that its owner can mend."""
 SHOWN = 60
 """Characters of a path that is too long that are shown."""
 EXAMPLE = "recipes/smollm2-135m/eagle3.yaml"
@@ -106,11 +110,9 @@ def _answered(run: Callable[[], None]) -> int:
         try:
             run()
         except OSError as error:
-            if error.errno != errno.ENAMETOOLONG:
+            if (told := _explained(error)) is None:
                 raise
-            raise UserError(
-                f"the path {str(error.filename)[:SHOWN]}... is longer than this machine lets paths be (mostly 255 characters from / to /); give a shorter one."
-            ) from error
+            raise told from error
     except UserError as error:
         if not speaks():
             time.sleep(GRACE_S)
@@ -118,13 +120,27 @@ def _answered(run: Callable[[], None]) -> int:
             for note in error.notes:
                 print(f"note: {printable(note)}", file=sys.stderr)
         who = "error" if speaks() else f"error (rank {rank()})"
-        told = [f"{who}: {printable(sentence)}" for sentence in str(error).splitlines()]
-        print(*told, sep="\n", file=sys.stderr)
-        _tell_launcher("\n".join(told))
+        lines = [f"{who}: {printable(sentence)}" for sentence in str(error).splitlines()]
+        print(*lines, sep="\n", file=sys.stderr)
+        _tell_launcher("\n".join(lines))
         return 2
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _explained(error: OSError) -> UserError | None:
+    """What the machine refuses (a full disk, a quota, `ulimit -f`, permissions, a failing disk) as a sentence; None of any other error."""
+    if error.errno == errno.ENAMETOOLONG:
+        return UserError(
+            f"the path {str(error.filename)[:SHOWN]}... is longer than this machine lets paths be (mostly 255 characters from / to /); give a shorter one."
+        )
+    if error.errno not in REFUSED:
+        return None
+    what = "a file" if error.filename is None else str(error.filename)
+    return UserError(
+        f"{what} could not be read or written ({error.strerror}); what was finished before is kept: mend that and run the same command again."
+    )
 
 
 def _tell_launcher(told: str) -> None:

@@ -1,5 +1,6 @@
 """What a fresh user met and stumbled over: lines that were missing, help that ended in a traceback, advice that would have cost another run its data."""
 
+import errno
 import os
 import re
 import subprocess
@@ -114,6 +115,24 @@ def test_a_broken_pipe_of_the_programs_own_is_not_hidden(capfd):
         raise BrokenPipeError("of a server")
 
     with pytest.raises(BrokenPipeError, match="of a server"):
+        guarded(lose)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES])
+def test_what_the_machine_refuses_anywhere_is_a_sentence(number, capfd):
+    def refused():
+        raise OSError(number, os.strerror(number), "runs/tiny/logs/version_0/metrics.csv")
+
+    assert guarded(refused) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"error: runs/tiny/logs/version_0/metrics.csv could not be read or written ({os.strerror(number)})")
+
+
+def test_an_error_of_the_programs_own_is_not_hidden():
+    def lose():
+        raise FileNotFoundError(errno.ENOENT, "of the program's own")
+
+    with pytest.raises(FileNotFoundError, match="of the program's own"):
         guarded(lose)
 
 
