@@ -1,6 +1,7 @@
 """Which of Lightning's strategies is which, in whatever form it is at hand. No heavy imports: it is asked before anything loads."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ import yaml
 
 DEFAULT = 2
 """The stage of Lightning's DeepSpeedStrategy where none is named."""
+VARIABLE = "PL_DEEPSPEED_CONFIG_PATH"
+"""Names a file with DeepSpeed's own configuration, for Lightning, where the strategy is given none."""
 
 
 def uses_deepspeed(strategy: Any) -> bool:
@@ -21,21 +24,24 @@ def uses_deepspeed(strategy: Any) -> bool:
 def zero_stage(strategy: Any) -> int:
     """Which stage of DeepSpeed's ZeRO it means, in any of those forms; 0 where nothing is divided.
 
-    A configuration of DeepSpeed's own replaces all other arguments, as Lightning has it; a file that cannot be read is passed over here, and whoever builds
-    the strategy refuses it.
+    A configuration of DeepSpeed's own, given by argument or else by environment, replaces all other arguments, as Lightning has it; a file that cannot be
+    read is passed over here, and whoever builds the strategy refuses it.
     """
     if not uses_deepspeed(strategy):
         return 0
-    if isinstance(strategy, str):
-        return next((int(digit) for digit in strategy if digit.isdigit()), DEFAULT)
-    if not isinstance(strategy, dict):
+    if not isinstance(strategy, str | dict):
         return _stage_in(strategy.config)
     arguments: dict[str, Any] = {}
-    for key in ("init_args", "dict_kwargs"):  # Lightning is given both, the latter over the former
+    for key in (
+        ("init_args", "dict_kwargs") if isinstance(strategy, dict) else ()
+    ):  # Lightning is given both, the latter over the former
         given = strategy.get(key)
         arguments |= {name: _plain(value) for name, value in given.items()} if isinstance(given, dict) else {}
-    if (config := _opened(arguments.get("config"))) is not None:
+    config = arguments.get("config")
+    if (config := _opened(os.environ.get(VARIABLE) if config is None else config)) is not None:
         return _stage_in(config)
+    if isinstance(strategy, str):
+        return next((int(digit) for digit in strategy if digit.isdigit()), DEFAULT)
     return _number(arguments.get("stage", DEFAULT)) if arguments.get("zero_optimization", True) else 0
 
 

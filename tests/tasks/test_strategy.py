@@ -52,6 +52,17 @@ def test_a_file_of_deepspeeds(tmp_path):
         require_recordable(SpeedConfig(compile=True, graph_step=True), {"strategy": written})
 
 
+@pytest.mark.parametrize(
+    ("written", "stage"), [("deepspeed", 3), ("deepspeed_stage_1", 3), ({"class_path": CLASS, "init_args": {"stage": 1}}, 3), FORMS[-1], ("ddp", 0)]
+)  # fmt: skip
+def test_a_file_of_deepspeeds_that_the_environment_names(tmp_path, monkeypatch, written, stage):
+    """It counts where the strategy is given none, whatever else that says."""
+    file = tmp_path / "third.json"
+    file.write_text(json.dumps(THIRD))
+    monkeypatch.setenv("PL_DEEPSPEED_CONFIG_PATH", str(file))
+    test_the_stage_of_a_strategy(tmp_path, written, stage)
+
+
 @pytest.mark.parametrize("strategy", [None, "auto", "ddp", {"class_path": "DDPStrategy", "init_args": {"stage": 3}}])
 def test_what_is_no_deepspeed_divides_nothing(strategy):
     assert zero_stage(strategy) == 0
