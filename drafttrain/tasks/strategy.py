@@ -31,11 +31,10 @@ def zero_stage(strategy: Any) -> int:
         return 0
     if not isinstance(strategy, str | dict):
         return _stage_in(strategy.config)
+    written = strategy if isinstance(strategy, dict) else {}
     arguments: dict[str, Any] = {}
-    for key in (
-        ("init_args", "dict_kwargs") if isinstance(strategy, dict) else ()
-    ):  # Lightning is given both, the latter over the former
-        given = strategy.get(key)
+    for key in ("init_args", "dict_kwargs"):  # Lightning is given both, the latter over the former
+        given = written.get(key)
         arguments |= {name: _plain(value) for name, value in given.items()} if isinstance(given, dict) else {}
     config = arguments.get("config")
     if (config := _opened(os.environ.get(VARIABLE) if config is None else config)) is not None:
