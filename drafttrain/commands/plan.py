@@ -80,6 +80,8 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
         UserError: what training would refuse; a start that is not there and a store of another drafter's features come behind the lines.
     """
     target, unread = outline(recipe)
+    if target is not None:
+        require_unrounded(target.model.config, recipe.target)  # before anything is said of a library that rounds
     store = _store(run)
     yield f"run folder: {run.folder}/"
     yield f"processes: {topology}"
@@ -96,7 +98,6 @@ def arithmetic(recipe: Recipe, run: Run, topology: Topology) -> Iterator[str]:
         yield f"parameters and bytes: not known, because the target's config cannot be read: {unread}"
         require_start(recipe, run)
         return
-    require_unrounded(target.model.config, recipe.target)
     yield from refused_of(recipe, target, prepared=store is not None)
     counted = store if store is not None and store.manifest.identity.vocab == target.vocab else None
     start, said = find_start(recipe, run, target, None if counted is None else counted.manifest.identity)
