@@ -265,7 +265,10 @@ def test_a_cluster_is_planned_for_where_there_is_neither_gpu_nor_deepspeed_and_t
     planned, err = capsys.readouterr()
     here = [line for line in planned.splitlines() if line.startswith("warning: on this machine training would refuse: ")]
     assert ["needs an NVIDIA GPU" in here[0], "not installed" in here[1], len(here), err] == [True, True, 2, ""]
-    assert "memory of a step on a GPU" in planned and "DeepSpeed divides what stays" in planned
+    assert (
+        "memory of a step on a GPU" in planned
+        and "DeepSpeed adds its buckets, and ZeRO-2 divides optimizer, gradients among" in planned
+    )
     assert main(["train", *asked]) == 2
     assert capsys.readouterr().err == here[0].replace("warning: on this machine training would refuse: ", "error: ") + "\n"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
