@@ -107,6 +107,8 @@ def read_json(path: str | Path, what: str):
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged ({error}); delete it and run the stage that makes {what} again.") from None
+    except OSError as error:  # a folder in its place, or no right to read it
+        raise UserError(f"{path} cannot be read ({error.strerror}), so {what} cannot be used; mend that.") from None
 
 
 def sha256_file(path: str | Path) -> str:

@@ -121,6 +121,9 @@ def test_reading_names_the_file(tmp_path):
     (tmp_path / "m.json").write_text("{")
     with pytest.raises(UserError, match=r"m.json is damaged"):
         files.read_json(tmp_path / "m.json", "the store")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(UserError, match=r"folder.json cannot be read \(Is a directory\)"):
+        files.read_json(tmp_path / "folder.json", "the store")
 
 
 @pytest.mark.parametrize(("count", "text"), [(999, "999 B"), (1500, "1.5 kB"), (2.5e9, "2.5 GB"), (3e13, "30.0 TB")])

@@ -21,6 +21,7 @@ from drafttrain.drafters.registry import known_drafters
 from drafttrain.drafters.save import read_record, require_unaltered
 from drafttrain.drafters.start_files import find, fitting, read_config, read_tensors
 from drafttrain.errors import UserError
+from drafttrain.files import read_json, sha256_file
 from drafttrain.target.identity import differences
 from drafttrain.target.target import Target
 from drafttrain.vocab import DraftVocabulary
@@ -29,6 +30,8 @@ MAPS = ("d2t", "t2d", "token_map")
 """Tensors that say which tokens a head has."""
 TRAINING_ONLY = ("depth", "draft_vocab", "least_coverage", "noise", "dropout", "anchors", "prefix_base", "cod_ratio", "cod_least")
 """Arguments of our drafters that another training of the same net may change."""
+EXPORTED = "drafttrain.json"
+"""What `drafttrain export` writes beside the weights."""
 COMPARED_ROWS = 4096
 """Rows of a table that are compared with the target's."""
 
@@ -58,16 +61,16 @@ class Source:
         where it is missing, damaged or of an unknown layout."""
         folder, what = folder or find(where, pickle, cls.asked), f"{cls.asked} {where}"
         tensors = read_tensors(folder, pickle, what)
-        notes: tuple[str, ...] = ()
         with fitting(what):
             if (folder / "drafter.json").exists():
                 record = read_record(folder)
                 require_unaltered(folder, record)
                 found = _ours(record["class_path"], record["init_args"], record["identity"], tensors, target, what)
                 strange = differences(record["identity"], target.identity)
-                notes = (f"it was trained with another target ({'; '.join(strange)})",) if strange else ()
             else:
                 found = _published(read_config(folder, what), tensors, target, what)
+                strange = _exported_for_another(folder, target)
+            notes = (f"it was trained with another target ({'; '.join(strange)})",) if strange else ()
             return cls(where, found, target, _spoken(found, target.vocab, what), (*notes, *found.notes), **more)
 
     @property
@@ -210,6 +213,19 @@ def _published(config: dict, tensors: dict[str, Tensor], target: Target, what: s
     if found.raw_embeddings is not None:
         _scale_embeddings(found, found.raw_embeddings, target)
     return found
+
+
+def _exported_for_another(folder: Path, target: Target) -> list[str]:
+    """Of an export of ours, in what its target differs; nothing of other folders. UserError for weights that are not the ones exported."""
+    if not (folder / EXPORTED).exists():
+        return []
+    made = read_json(folder / EXPORTED, "the export")
+    weights = folder / made["weights"]["file"]
+    if weights.is_file() and sha256_file(weights) != made["weights"]["sha256"]:
+        raise UserError(
+            f"{weights} is not the file that was exported (its sha256 differs from {EXPORTED}); export or download it again."
+        )
+    return differences(made["identity"], target.identity)
 
 
 def _scale_embeddings(found: Published, name: str, target: Target) -> None:

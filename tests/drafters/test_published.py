@@ -281,6 +281,19 @@ def test_a_drafter_of_ours_and_its_exports_come_back(targets, tmp_path, name, ar
         assert any(f"starting from {tmp_path / folder}: " in line for line in lines) and "note" not in str(lines)
 
 
+@pytest.mark.parametrize("format", ["vllm", "native"])
+def test_an_export_of_ours_is_the_one_that_was_made_and_says_for_which_target(tiny_llama, tmp_path, format):
+    """As `generate --draft` and `inspect` hold it; a flipped bit is a weight like any other."""
+    export_drafter(source(tiny_llama, EAGLE3), tiny_llama, tmp_path, ExportConfig(dtype="float32", format=format), None)
+    made = json.loads((tmp_path / "drafttrain.json").read_text())
+    (tmp_path / "drafttrain.json").write_text(json.dumps(made | {"identity": made["identity"] | {"revision": "tuned"}}))
+    assert any("trained with another target (the revision" in line for line in begin(tiny_llama, EAGLE3, tmp_path)[1])
+    weights = bytearray((tmp_path / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert "is not the file that was exported" in refused(tiny_llama, EAGLE3, tmp_path)
+
+
 PARALLEL = {
     "dflash, its own taps": DFlash(block=4, layers=2, mask_token=319, anchors=None),
     "dspark": DSpark(block=4, layers=2, taps=[0, 2], mask_token=319, anchors=None, rank=6),
