@@ -93,7 +93,8 @@ def _notes(recipe: Recipe, target: Target, world: int) -> str:
     said = quantisation(target.model.config, recipe.target.path)
     if said and packed_bits(said) is None:
         found.append(
-            "the target's weights came quantised in bits that its config.json does not tell, and are counted as plain ones"
+            "the target's weights came quantised, but in bits that its config.json does not tell, or that are unpacked without a further package (MXFP4), so "
+            "they are counted as plain ones"
         )
     elif said or recipe.target.weights is not None:
         found.append("what unpacks the target's weights where they are multiplied is not counted")

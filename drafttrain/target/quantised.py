@@ -9,8 +9,8 @@ from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.refusals import reason
 
-BITS = {"fp8": 8, "fbgemm_fp8": 8, "load_in_8bit": 8, "load_in_4bit": 4, "mxfp4": 4}
-"""Ways of quantising that say their bits by being named."""
+BITS = {"fp8": 8, "fbgemm_fp8": 8, "load_in_8bit": 8, "load_in_4bit": 4}
+"""Ways of quantising that say their bits by being named. Not MXFP4, which transformers unpacks, behind a warning, wherever the package `kernels` is missing."""
 LEFT_PLAIN = "modules_to_not_convert", "llm_int8_skip_modules", "ignore"
 """Where quantization_config names modules that it does not speak of."""
 

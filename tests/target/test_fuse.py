@@ -58,7 +58,8 @@ def test_a_model_says_the_same_with_merged_projections(name):
     names = {key: value.clone() for key, value in model.state_dict().items()}
     wanted = model(ids).logits
     layers = model.config.num_hidden_layers
-    assert merge_projections(model) == (layers if name in ("mixtral", "gpt_oss") else 2 * layers)  # experts keep stacked weights of their own
+    stacked = name in ("mixtral", "gpt_oss")  # experts keep weights of their own
+    assert merge_projections(model) == (layers if stacked else 2 * layers)
     torch.testing.assert_close(model(ids).logits, wanted, atol=1e-4, rtol=1e-4)
     assert all(torch.equal(value, names[key]) for key, value in model.state_dict().items())
 

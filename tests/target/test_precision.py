@@ -217,7 +217,7 @@ GROUPS = {"group_0": {"weights": {"num_bits": 8}}, "group_1": {"weights": None}}
         ({"quant_method": "gptq", "bits": 4, "modules_to_not_convert": None}, 4),
         ({"quant_method": "bitsandbytes", "load_in_8bit": False, "load_in_4bit": True, "llm_int8_skip_modules": ["o_proj"]}, 4),
         ({"quant_method": "compressed-tensors", "config_groups": GROUPS, "ignore": ["lm_head", "re:.*o_proj$"]}, 8),
-        ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, 4),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, None),
         ({"quant_method": "torchao", "bits": "four", "config_groups": [], "modules_to_not_convert": 7}, None),
     ],
 )
