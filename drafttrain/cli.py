@@ -53,9 +53,9 @@ UNREAD = 141
 GRACE_S = 3.0
 """How long a rank other than 0 waits before it speaks; torchrun looks after its processes every 0.1 s."""
 REFUSED = {
-    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO,
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR, errno.EISDIR, errno.ELOOP,
 }  # fmt: skip
-"""What a machine refuses that its owner can mend."""
+"""What a machine refuses that its owner can mend: no room, no right, or a file where a folder should be."""
 SHOWN = 60
 """Characters of a path that is too long that are shown."""
 EXAMPLE = "recipes/smollm2-135m/eagle3.yaml"
@@ -77,7 +77,7 @@ def guarded(run: Callable[[], None]) -> int:
     Lines are sent as they are said, also where they go into a file or a pipe: else minutes would pass without a word there.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # a character that its encoding lacks ends nothing
     try:
         try:
             return _answered(run)
@@ -130,7 +130,7 @@ def _answered(run: Callable[[], None]) -> int:
 
 
 def _explained(error: OSError) -> UserError | None:
-    """What the machine refuses (a full disk, a quota, `ulimit -f`, permissions, a failing disk) as a sentence; None of any other error."""
+    """What the machine refuses (a full disk, `ulimit -f`, permissions, a file in the way) as a sentence; None of any other error."""
     if error.errno == errno.ENAMETOOLONG:
         return UserError(
             f"the path {str(error.filename)[:SHOWN]}... is longer than this machine lets paths be (mostly 255 characters from / to /); give a shorter one."

@@ -1,5 +1,6 @@
 """`drafttrain adapt` from the outside: lines of prompts in, lines of answers out, bad ones said, stopped and started again."""
 
+import io
 import json
 import os
 import select
@@ -14,10 +15,12 @@ import pytest
 import torch
 
 from drafttrain.cli import main
+from drafttrain.commands.adapt import _writer
 from drafttrain.commands.prompt_stream import Lines, PromptStream
 from drafttrain.decoding.engine import generate
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import load_drafter, save_drafter
+from drafttrain.tasks.adapt import Answer
 from drafttrain.tasks.stop import StopSignal
 from drafttrain.types import Request
 from drafttrain.vocab import DraftVocabulary
@@ -62,6 +65,14 @@ def plain(target, rows: list[dict], limit: int = 8) -> list[list[int]]:
     requests = [Request(str(i), tuple(target.render(row["messages"])), limit) for i, row in enumerate(rows)]
     found = {rollout.key: rollout.answer.tolist() for rollout in generate(target, requests)}
     return [found[request.key] for request in requests]
+
+
+@pytest.mark.parametrize(("encoding", "said"), [("ascii", b"caf\\u00e9"), ("utf-8", "caf\u00e9".encode())])
+def test_an_answer_stays_json_where_the_output_lacks_its_characters(encoding, said):
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace")
+    _writer(out, "stdout")(Answer("1", "caf\u00e9", [5], 1.0, 0))
+    line = out.buffer.getvalue()
+    assert said in line and json.loads(line)["text"] == "caf\u00e9"
 
 
 def written(path: Path, lines: list) -> str:

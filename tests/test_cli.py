@@ -167,6 +167,11 @@ def test_generate_needs_words(made, capsys):
     assert "--prompt" in capsys.readouterr().err
 
 
+def test_words_that_are_no_utf8_are_a_sentence(made, capsys):
+    assert main(["generate", *flags(made), "--prompt", os.fsdecode(b"caf\xe9")]) == 2
+    assert "--prompt is a prompt with half of a surrogate pair" in capsys.readouterr().err
+
+
 def test_plan_prints_arithmetic_and_starts_nothing(made, tmp_path, capsys):
     assert (
         main(["plan", "--config", str(made[0]), "--runs", str(tmp_path / "runs"), "--trainer.accumulate_grad_batches", "4"]) == 0

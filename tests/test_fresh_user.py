@@ -118,7 +118,7 @@ def test_a_broken_pipe_of_the_programs_own_is_not_hidden(capfd):
         guarded(lose)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR])
 def test_what_the_machine_refuses_anywhere_is_a_sentence(number, capfd):
     def refused():
         raise OSError(number, os.strerror(number), "runs/tiny/logs/version_0/metrics.csv")
@@ -142,6 +142,13 @@ def test_lines_leave_a_process_as_they_are_said(tmp_path):
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=buffered)
     assert done.stdout == "loading\n"
+
+
+def test_a_character_that_the_output_lacks_ends_nothing():
+    program = "from drafttrain.cli import guarded; raise SystemExit(guarded(lambda: print('\u27e6', 'caf\u00e9')))"
+    narrow = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=narrow)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\\u27e6 caf\\xe9\n", "")
 
 
 def test_the_help_of_data_prep_begins_with_show_too(capsys):

@@ -4,6 +4,7 @@ Answers go to --out or stdout, everything else to stderr. TERM, Ctrl-C or the en
 with exit code 0; where there were lines and none was a prompt, it is an error.
 """
 
+import codecs
 import json
 import os
 import stat
@@ -161,9 +162,11 @@ def _written(place: Path | None) -> Iterator[TextIO]:
 
 
 def _writer(out: TextIO, place: Path | str) -> Callable[[Answer], None]:
+    ascii = codecs.lookup(getattr(out, "encoding", None) or "utf-8").name != "utf-8"  # any other may lack a character
+
     def write(answer: Answer) -> None:
         with explain_full_disk(place, "what was learnt is saved, and the last answer is missing."):
-            print(json.dumps(asdict(answer), ensure_ascii=False), file=out, flush=True)
+            print(json.dumps(asdict(answer), ensure_ascii=ascii), file=out, flush=True)
 
     return write
 

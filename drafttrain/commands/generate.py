@@ -3,6 +3,7 @@
 from rich.console import Console
 from rich.text import Text
 
+from data_prep.dialects import Broken, text_of
 from data_prep.show import CLOSE, OPEN
 from drafttrain.commands.drafts import Draft, load
 from drafttrain.decoding.engine import generate
@@ -21,6 +22,10 @@ def run(recipe: Recipe, options: Options) -> None:
     """Answer `options.prompt` greedily and print it. Raises UserError."""
     if not options.prompt:
         raise UserError('generate needs words to answer: --prompt "Name three rivers."')
+    try:
+        text_of(options.prompt, "prompt")
+    except Broken as error:  # bytes of a shell that are no UTF-8 come as halves of surrogate pairs
+        raise UserError(f"--prompt is {error}; give text in UTF-8.") from None
     draft = Draft.of(recipe, options)
     target = load(recipe.target)
     net, _ = draft.load(target, recipe)
