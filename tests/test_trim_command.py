@@ -63,6 +63,18 @@ def content(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(path.relative_to(folder)): (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
+def test_training_anew_does_not_replace_what_trim_made(copy, capsys):
+    assert main(["trim", *flags(copy), "--size", "120"]) == 0
+    place = copy[1] / "tiny-120"
+    before, trim = content(place / "checkpoints"), ["--config", str(place / "recipe.yaml"), "--runs", str(copy[1])]
+    assert main(["train", *trim]) == 2
+    assert "holds a drafter that trim made" in capsys.readouterr().err and content(place / "checkpoints") == before
+    (copy[1] / "on").mkdir()
+    (copy[1] / "on" / "data").symlink_to(copy[1] / "tiny" / "data")
+    small = ["--data.length", "48", "--trainer.max_steps", "1", "--checkpoint.tau_prompts", "0"]
+    assert main(["train", *trim, "--name", "on", "--checkpoint.start", str(place / "checkpoints" / "best"), *small]) == 0
+
+
 def test_a_trimmed_run_is_exported_validated_and_used(copy, capsys):
     before = content(copy[1] / "tiny")
     assert main(["trim", *flags(copy), "--size", "120"]) == 0

@@ -56,7 +56,7 @@ from drafttrain.tasks.speed import own_stream, reads_ahead, records_steps
 from drafttrain.tasks.speed_config import SpeedConfig
 from drafttrain.tasks.stop import StopSignal, take_over_signals
 from drafttrain.tasks.strategy import uses_deepspeed, zero_stage
-from drafttrain.tasks.train_checks import OURS, require_same_keeper, require_sections, require_start
+from drafttrain.tasks.train_checks import OURS, require_no_other_drafter, require_same_keeper, require_sections, require_start
 from drafttrain.tasks.watch import Watch, meet
 from drafttrain.tasks.zero_state import ZeroState, cut_anew, saved_by
 from drafttrain.types import Request
@@ -108,6 +108,7 @@ def train(
     recipe = recipe_facts(sections, store)
     saved = find_last(checkpoints)
     require_start(sections, saved)
+    require_no_other_drafter(checkpoints, saved)
     if saved is not None:
         require_same_recipe(saved, recipe)
         if saved.position.step >= sections.max_steps:

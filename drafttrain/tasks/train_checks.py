@@ -1,7 +1,10 @@
 """What a training is refused for before its target is loaded, which takes minutes."""
 
+import os
+from pathlib import Path
 from typing import Any
 
+from drafttrain.drafters.save import read_record
 from drafttrain.drafters.start_files import require_place
 from drafttrain.errors import UserError
 from drafttrain.target.precision import require_library
@@ -43,6 +46,26 @@ def require_start(sections: Sections, saved: Saved | None) -> None:
         require_refreshes(sections.on_policy, sections.max_steps)
         if saved is None:
             require_trained(sections.on_policy, sections.checkpoint.start)
+
+
+MADE_BY = {"trimmed_from": "trim", "adapted": "adapt"}
+"""Facts of a saved drafter, and the command that made it."""
+
+
+def require_no_other_drafter(checkpoints: Path, saved: Saved | None) -> None:
+    """UserError where a training that begins anew would replace a drafter that another command made there, and that no training state can bring back."""
+    best = checkpoints / "best"
+    if saved is not None or not os.path.exists(best / "drafter.json"):
+        return
+    try:
+        facts = read_record(best)["facts"] or {}
+    except UserError:  # a damaged one is no loss
+        return
+    if makers := [command for fact, command in MADE_BY.items() if fact in facts]:
+        raise UserError(
+            f"{best}/ holds a drafter that {makers[0]} made, and a training that begins anew would replace it; to train it further give the run another "
+            f"`name` and set checkpoint.start to {best}, or move that folder away to train without it."
+        )
 
 
 def require_same_keeper(saved: Saved, strategy: Any) -> None:
