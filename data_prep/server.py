@@ -282,7 +282,7 @@ class _Exchange:
                 server.last_error = str(again)
                 server.rest()
                 if first:
-                    self.say(f"waiting for {server.url}: {again}")
+                    self.say(f"waiting for {server.url}, up to {self._patience():.0f} s if no server can be asked: {again}")
                 self._require_somebody()
             else:
                 server.well = True
@@ -293,8 +293,12 @@ class _Exchange:
         self.care.ever_answered = True
         self.last_sign = time.monotonic()
 
+    def _patience(self) -> float:
+        """Seconds for which no server at all may answer."""
+        return self.config.timeout if self.care.ever_answered else min(START, self.config.timeout)
+
     def _require_somebody(self) -> None:
-        patience = self.config.timeout if self.care.ever_answered else min(START, self.config.timeout)
+        patience = self._patience()
         if not any(server.well for server in self.care.servers) and time.monotonic() - self.last_sign > patience:
             raise UserError(
                 f"no server could be asked for {patience:.0f} s ({self.care.errors()}). Check OpenAIServer.urls and the servers, then run "

@@ -339,7 +339,7 @@ def test_servers_that_are_not_there(speaker, standin):
     said: list[str] = []
     with pytest.raises(UserError, match=rf"no server could be asked for 0 s \({standin.url}: cannot be reached\)"):
         list(ask(speaker, [standin.url], said)(requests(speaker, 3), 1.0, 1.0, None))
-    assert said == [f"waiting for {standin.url}: cannot be reached"]
+    assert said == [f"waiting for {standin.url}, up to 0 s if no server can be asked: cannot be reached"]
     threading.Timer(0.1, lambda: standin.open(standin.port)).start()  # one that is still loading
     assert len(list(ask(speaker, [standin.url])(requests(speaker, 3), 1.0, 1.0, None))) == 3
 
