@@ -13,7 +13,10 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -167,7 +170,8 @@ def save_state(trainer, checkpoints: Path, position: Position, recipe: dict[str,
             shutil.rmtree(leftover)
         writing.mkdir(parents=True)
     trainer.strategy.barrier("checkpoint folder")
-    trainer.save_checkpoint(writing / STATE)
+    with _temporary_files_in(writing):
+        trainer.save_checkpoint(writing / STATE)
     if (writing / STATE).is_dir():
         _sum_pieces(writing / STATE, trainer.global_rank)
         trainer.strategy.barrier("checkpoint summed")
@@ -176,6 +180,17 @@ def save_state(trainer, checkpoints: Path, position: Position, recipe: dict[str,
         (writing / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
         _publish(writing, final)
     trainer.strategy.barrier("checkpoint renamed")
+
+
+@contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Lightning writes a state in the system's folder for temporary files and moves it from there: that may be small, or of another disk, and a kill
+    would leave gigabytes in it."""
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _publish(writing: Path, final: Path) -> None:

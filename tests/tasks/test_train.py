@@ -5,6 +5,8 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
+from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -230,6 +232,18 @@ def test_a_disk_that_fills_at_the_last_save_costs_no_drafter(run, llama, monkeyp
         monkeypatch.setattr(conductor, "save_drafter", real)
         start(run, llama, trainer={"max_steps": steps})
         assert json.loads(best.read_text())["facts"]["position"]["step"] == steps
+
+
+def test_a_state_is_written_where_it_stays(run, llama, monkeypatch):
+    """The system's folder for temporary files may be small, or of another disk."""
+    made, real = [], tempfile.mkstemp
+    monkeypatch.setattr(
+        tempfile, "mkstemp", lambda *given, **named: made.append((tempfile.gettempdir(), real(*given, **named))) or made[-1][1]
+    )
+    before = tempfile.gettempdir()
+    start(run, llama)
+    assert made and all(Path(place).parent == run / "checkpoints" / "last" for place, _ in made)
+    assert tempfile.gettempdir() == before and len(list((run / "checkpoints" / "last").glob("*/*"))) == 2
 
 
 def test_the_arithmetic_is_said_before_training(run, llama, capsys):
