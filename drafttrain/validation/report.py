@@ -62,7 +62,8 @@ DEFINITIONS = """\
   It shares no record with the measured tau: where the two differ, the decoding side and the training side of the drafter
   disagree.
 - **Prompt lookup** proposes what followed the last occurrence of the latest tokens in the same text, and needs no training.
-  **The untrained drafter** is the same net before its first step."""
+  **The untrained drafter** is the same net without any training: with random weights, or with those of the `model` that
+  its recipe names. A drafter that training began from (`checkpoint.start`) is another one, and is not measured."""
 
 
 def render(result: Mapping, samples: Sequence[Sample], figures: Mapping[str, str]) -> str:

@@ -56,7 +56,7 @@ def validate(
     Args:
         requests: held-out prompts; `config.prompts` and `config.max_tokens` shorten them.
         folder: where the report goes; an older report there is overwritten.
-        untrained_net: the drafter before its first step; None leaves the comparison out.
+        untrained_net: the same net with random weights; None leaves the comparison out.
         facts: what the caller knows, copied into validation.json: `name` (of the run), `command` (a string), `commit`, `versions`
             (package -> version), `export_hash`, ... `training_log`, the Path of training's metrics.csv or of a folder with
             several, is drawn and not copied.

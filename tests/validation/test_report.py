@@ -150,3 +150,8 @@ def test_tau_by_position_stands_beside_the_share_of_repeated_text(result):
     text = render(result, [], {})
     assert "| the drafter | 1.500 | 1.400 | n/a |" in text and "| repeated text | 0.0% | 12.5% | n/a |" in text
     assert "| tau of rounds that begin at token | 0-32 | 32-64 | 64-128 |" in text
+
+
+def test_the_untrained_drafter_is_not_taken_for_the_one_that_training_began_from(result):
+    text = render(result, [], {})
+    assert "before its first step" not in text and "began from (`checkpoint.start`) is another one" in text
