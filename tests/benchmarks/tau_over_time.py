@@ -78,15 +78,19 @@ def grouped(curves: Sequence[Curve]) -> dict[str, list[Curve]]:
 
 
 def compared(groups: dict[str, list[Curve]]) -> str:
-    """The table: tau at equal times, and the last column's ratio to the first line."""
+    """The table: tau at equal times, and the last column's ratio to the first line. UserError where none of a name's runs had a tau by then."""
+    unit = "GPU-s" if next(iter(groups.values()))[0].unit == GPU else "s"
     end = min(curve.points[-1][0] for runs in groups.values() for curve in runs)
     times = [part * end for part in PARTS]
     rows, means = [], []
     for name, runs in groups.items():
         taus = [[curve.at(time) for curve in runs] for time in times]
+        if not any(taus[-1]):
+            raise UserError(
+                f"{name} has no held-out tau before {end:,.0f} {unit}, where the shortest run ends; set a smaller checkpoint.tau_every."
+            )
         means.append(statistics.fmean(tau for tau in taus[-1] if tau is not None))
         rows.append([name, len(runs), *(_mean(values) for values in taus), f"{means[-1] / means[0]:.3f}"])
-    unit = "GPU-s" if next(iter(groups.values()))[0].unit == GPU else "s"
     return table(["run", "runs", *(f"tau at {time:,.0f} {unit}" for time in times), "ratio to the first"], rows)
 
 
@@ -106,12 +110,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         groups = grouped([read(run) for run in args.runs])
+        told = compared(groups)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     label = "GPU-seconds of training" if next(iter(groups.values()))[0].unit == GPU else "seconds of training"
     args.out.write_bytes(png(tau_over_time({name: [curve.points for curve in runs] for name, runs in groups.items()}, label)))
-    print(compared(groups))
+    print(told)
     print(f"{args.out}: the curves")
     return 0
 

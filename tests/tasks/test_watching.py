@@ -218,7 +218,16 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
     silent = write(tmp_path / "silent", 0, HEAD + "1,4,4,,3.0\n")
     write(cpu.parent / "both", 0, HEAD + "1,4,4,2.0,\n")
     both = write(cpu.parent / "both", 1, "step,seconds,held_out/tau\n2,4,2.0\n")
-    for folders, words in (((gpu, cpu), "cpu has no gpu_seconds"), ((silent,), "holds no held_out/tau"), ((both,), "added up")):
+    late = write(tmp_path / "late", 0, HEAD + "1,90,90,2.0,\n")
+    for folders, words in (
+        ((gpu, cpu), "cpu has no gpu_seconds"),
+        ((silent,), "holds no held_out/tau"),
+        ((both,), "added up"),
+        (
+            (gpu, late),
+            "late has no held-out tau before 4 GPU-s, where the shortest run ends; set a smaller checkpoint.tau_every.",
+        ),
+    ):
         assert curves.main([*map(str, folders), "--out", str(tmp_path / "no.png")]) == 1
         assert words in capsys.readouterr().err
     with pytest.raises(UserError, match=r"runs/none/logs holds no held_out/tau"):
