@@ -188,7 +188,8 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
         print(parser.format_help())
         print(sections_help())
         return None
-    overrides = pairs(rest)
+    overrides = pairs(rest, tuple(vars(known)))
+    spelt = {key: f"--{key}" for key, _ in overrides}
     stands_for = {
         "push": "export.push", "checkpoint": "export.checkpoint", "dry_run": "export.dry_run", "size": "drafter.init_args.draft_vocab",
         "max_tokens": "validate.max_tokens",
@@ -207,7 +208,7 @@ def parse(command: str, program: str, argv: Sequence[str]) -> tuple[Recipe, Opti
     extra = {
         name: getattr(known, name) for name in ("prompt", "prompts", "draft", "counts", "out", "finished") if hasattr(known, name)
     }
-    return recipe, kind(Run(known.runs / recipe.name), **extra)
+    return recipe, kind(Run(known.runs / recipe.name), typed=spelt | typed, **extra)
 
 
 def _recipe(configs: Sequence[str], overrides: Sequence[tuple[str, str]], typed: Mapping[str, str] | None = None) -> Recipe:
@@ -251,7 +252,7 @@ def parse_folders(command: str, program: str, argv: Sequence[str]) -> tuple[obje
         raise UserError(
             f"{command} is first given {' and '.join(wanted)}, folders of drafters or Hub ids, and got {len(folders)} of them: {usage}."
         )
-    overrides = pairs(rest)
+    overrides = pairs(rest, tuple(vars(known)))
     if command == "inspect":
         if overrides:
             raise UserError(f"inspect reads no recipe, so --{overrides[0][0]} means nothing to it; see {program} --help.")
@@ -300,14 +301,21 @@ def _options_parser(command: str, program: str) -> _Parser:
     return parser
 
 
-def pairs(rest: Sequence[str]) -> list[tuple[str, str]]:
-    """`--section.key value` and `--section.key=value` as pairs. Raises UserError for anything else."""
+def pairs(rest: Sequence[str], flags: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """`--section.key value` and `--section.key=value` as pairs. Raises UserError for anything else.
+
+    `flags`: those that are no keys, as argparse names them (dry_run of --dry-run).
+    """
     found, words = [], list(rest)
     while words:
         flag = words.pop(0)
         if not flag.startswith("--") or flag == "--":
-            raise UserError(f"{flag!r} belongs to no flag; a key of the recipe is set with --section.key value.")
+            recipe = flag.endswith((".yaml", ".yml")) and os.path.isfile(flag)
+            way_out = f"did you mean --config {flag}?" if recipe else "a key of the recipe is set with --section.key value."
+            raise UserError(f"{flag!r} belongs to no flag; {way_out}")
         name, equals, value = flag[2:].partition("=")
+        if "_" in name and name in flags:
+            raise UserError(f"there is no --{name}: did you mean --{name.replace('_', '-')}?")
         if not equals:
             if not words or (words[0].startswith("--") and len(words[0]) > 2):
                 raise UserError(f"{flag} needs a value: {flag} VALUE (or {flag}=VALUE).")

@@ -1,6 +1,7 @@
 """What was asked for on the command line, beside the recipe."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from drafttrain.run import Run
@@ -22,3 +23,5 @@ class Options:
     """adapt: file that answers are added to; None is stdout. (trim: see TrimOptions.)"""
     finished: bool = False
     """export: whether to refuse while training has steps to do."""
+    typed: Mapping[str, str] = field(default_factory=dict)
+    """Key of the recipe -> the flag that set it on the command line."""

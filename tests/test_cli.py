@@ -151,15 +151,22 @@ def test_generate_shows_which_tokens_were_guessed_with_and_without_a_terminal(ma
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_generate_says_when_it_stopped_at_its_limit_and_what_lifts_it(made, capsys, monkeypatch, stopped):
+def test_generate_says_when_it_stopped_at_its_limit_and_what_lifts_it(made, tmp_path, capsys, monkeypatch, stopped):
     def answer(*args, **kwargs):
         for rollout in generate(*args, **kwargs):
             yield replace(rollout, stopped=stopped)
 
     monkeypatch.setattr("drafttrain.commands.generate.generate", answer)
-    assert main(["generate", *flags(made), "--prompt", "hello", "--validate.max_tokens", "5"]) == 0
-    said = "stopped at its limit of 5 tokens (validate.max_tokens); for a longer answer give --max-tokens 20\n"
-    assert capsys.readouterr().out.endswith(said) != stopped
+    short = tmp_path / "short.yaml"
+    short.write_text("validate: {max_tokens: 5}")
+    for asked, named in (
+        (["--max-tokens", "5"], "--max-tokens"),
+        (["--validate.max_tokens", "5"], "--validate.max_tokens"),
+        (["--config", str(short)], "validate.max_tokens"),
+    ):
+        assert main(["generate", *flags(made), "--prompt", "hello", *asked]) == 0
+        said = f"stopped at its limit of 5 tokens ({named}); for a longer answer give --max-tokens 20\n"
+        assert capsys.readouterr().out.endswith(said) != stopped
 
 
 def test_generate_needs_words(made, capsys):
@@ -363,6 +370,18 @@ def test_flags():
     ):
         with pytest.raises(UserError, match=words):
             pairs(rest)
+
+
+def test_a_recipe_without_its_flag_and_a_flag_with_the_underscores_of_keys_are_guessed(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("R.yaml").write_text("name: r")
+    assert main(["plan", "R.yaml"]) == 2
+    assert capsys.readouterr().err == "error: 'R.yaml' belongs to no flag; did you mean --config R.yaml?\n"
+    assert main(["plan", "none.yaml"]) == 2
+    assert "'none.yaml' belongs to no flag; a key of the recipe is set with" in capsys.readouterr().err
+    for command, flag, meant in (("export", "--dry_run", "--dry-run"), ("generate", "--max_tokens=9", "--max-tokens")):
+        assert main([command, "--config", "R.yaml", flag]) == 2
+        assert capsys.readouterr().err == f"error: there is no {flag.partition('=')[0]}: did you mean {meant}?\n"
 
 
 @pytest.mark.parametrize(

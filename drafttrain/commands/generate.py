@@ -46,7 +46,8 @@ def run(recipe: Recipe, options: Options) -> None:
     guessed = f"{opens}guessed by the drafter{closes}", ACCEPTED
     console.print(Text.assemble(summary, guessed, ", the rest said by the target"), soft_wrap=True)
     if not rollout.stopped:
+        said_by = options.typed.get("validate.max_tokens", "validate.max_tokens")
         console.print(
-            f"stopped at its limit of {limit} tokens (validate.max_tokens); for a longer answer give --max-tokens {4 * limit}",
+            f"stopped at its limit of {limit} tokens ({said_by}); for a longer answer give --max-tokens {4 * limit}",
             soft_wrap=True,
         )
