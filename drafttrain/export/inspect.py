@@ -63,7 +63,7 @@ def inspect_folder(where: str, target: TargetSizes | None = None) -> Inspection:
         _as_far_as_it_goes(folder, lambda: _check_made(reading, kind))
     if target is not None:
         _as_far_as_it_goes(folder, lambda: check_target(reading, target, _attends(reading)))
-    lines = _as_far_as_it_goes(folder, lambda: _lines(reading, kind)) or [
+    lines = _as_far_as_it_goes(folder, lambda: _lines(reading, kind, target)) or [
         ("what", "not known, for what it says of itself cannot be read")
     ]
     folder.notes, folder.faults = ([printable(words) for words in told] for told in (folder.notes, folder.faults))
@@ -244,7 +244,7 @@ def _check_made(reading: Reading, kind: Kind | None) -> None:
 # ---- what is printed -------------------------------------------------------------------------------------------------------
 
 
-def _lines(reading: Reading, kind: Kind | None) -> list[tuple[str, str]]:
+def _lines(reading: Reading, kind: Kind | None, target: TargetSizes | None) -> list[tuple[str, str]]:
     folder = reading.folder
     lines = [("what", f"{kind.layout}{f' ({kind.drafter})' if kind.drafter else ''}" if kind else "not recognised")]
     if folder.tensors:
@@ -256,6 +256,7 @@ def _lines(reading: Reading, kind: Kind | None) -> list[tuple[str, str]]:
         lines.append(("says", _says(reading, kind)))
         lines += [("block", _block(reading, format)) for format in kind.formats[:1] if isinstance(format, BlockFormat)]
         lines.append(("target", _target(reading)))
+        lines += [] if target is None else [("--target", _asked(target))]
         lines += [("" if number else "loaded by", words) for number, words in enumerate(_loaders(reading, kind))]
     return lines
 
@@ -294,10 +295,16 @@ def _target(reading: Reading) -> str:
     sizes, block = sizes_of(reading), reading.block
     named = named_target(reading) or "not named"
     parts = [f"width {block.get('target_hidden_size') or sizes['hidden_size']:,}", f"{sizes['vocab_size']:,} tokens"]
-    parts += [f"{reading.layers} layers"] if reading.layers else []
+    layers = _known_layers(reading.folder)  # of `reading` they are those of --target, where that is given
+    parts += [f"{layers} layers"] if layers else []
     if "rope_theta" in block and "max_position_embeddings" in block:
         parts.append(f"{block['max_position_embeddings']:,} positions, RoPE base {block['rope_theta']:,.0f}")
     return f"{named}: {', '.join(parts)}"
+
+
+def _asked(target: TargetSizes) -> str:
+    """The target that it is held against, which may be another one than its own."""
+    return f"{target.path}: width {target.hidden:,}, {target.vocab:,} tokens, {target.layers} layers, {target.max_positions:,} positions"
 
 
 def most_drafts(reading: Reading, kind: Kind) -> int | None:

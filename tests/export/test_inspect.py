@@ -286,6 +286,19 @@ def test_a_drafter_of_another_target(tiny_llama, tmp_path, target_folders):
         assert len(faults) == len(words) and all(re.search(word, " ".join(faults)) for word in words), faults
 
 
+def test_the_target_of_the_folder_and_the_one_it_is_held_against_have_a_line_each(tiny_llama, target_folders, tmp_path):
+    """Of a drafter whose config.json says no number of layers its own target's stand in our record."""
+    folder = export(tiny_llama, "eagle3", tmp_path / "export")
+    target = tmp_path / "other"
+    target.mkdir()
+    config = json.loads((target_folders("llama") / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 6}))
+    alone, beside = said(folder), said(folder, target=read_target(str(target)))
+    assert "--target" not in alone and beside["target"] == alone["target"]
+    assert "320 tokens, 5 layers" in beside["target"] and str(target) not in beside["target"]
+    assert beside["--target"] == f"{target}: width 32, 320 tokens, 6 layers, 512 positions"
+
+
 def test_every_architecture_can_be_asked(target_folders):
     for name in ARCHITECTURES:
         sizes = read_target(str(target_folders(name)))
