@@ -15,6 +15,7 @@ from drafttrain.data.store import TokenStore
 from drafttrain.data.token_counts import count
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import save_drafter
+from drafttrain.errors import UserError
 from drafttrain.recipe import load_recipe
 from drafttrain.vocab import choose, describe
 
@@ -172,6 +173,34 @@ def test_refusals_leave_everything_as_it_was(copy, capsys, tmp_path, extra, word
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1
     assert content(tmp_path) == before and {path.name for path in copy[1].iterdir()} == {"tiny"}
+
+
+@pytest.mark.parametrize(
+    ("chosen_by", "extra", "words"),
+    [
+        (SIZE, [], "draft_vocab 200 means 200 tokens, but the trained head has 200"),
+        (SIZE, ["--size", "null"], "draft_vocab null means 200 tokens"),
+        ("best", ["--size", "best"], "trim needs --size: drafter.init_args.draft_vocab is best, by which the 200 tokens of the trained head were"),
+        (0.9, ["--size", "0.9"], "drafter.init_args.draft_vocab is 0.9, by which the 200 tokens of the trained head were chosen; give fewer"),
+        (0.9, ["--size", "0.5"], None),
+        ("best", ["--size", "best", "--counts", "STORE"], None),
+    ],
+)  # fmt: skip
+def test_a_head_that_would_stay_as_it_is_is_refused_before_the_target_is_loaded(
+    copy, capsys, monkeypatch, chosen_by, extra, words
+):
+    file = copy[1] / "tiny" / "checkpoints" / "best" / "drafter.json"
+    record = json.loads(file.read_text())
+    record["init_args"]["draft_vocab"] = chosen_by
+    file.write_text(json.dumps(record))
+
+    def load(config):
+        raise UserError("loaded")
+
+    monkeypatch.setattr("drafttrain.commands.trim.load", load)
+    extra = [str(copy[1] / "tiny" / "data" / "train") if word == "STORE" else word for word in extra]
+    assert main(["trim", *flags(copy), *extra]) == 2
+    assert (words or "error: loaded") in capsys.readouterr().err
 
 
 def test_without_a_drafter_the_stage_is_named(copy, capsys):

@@ -13,14 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from drafttrain.commands.drafts import load, load_draft
 from drafttrain.commands.trim_options import TrimOptions
 from drafttrain.data import token_counts
 from drafttrain.data.store import TokenStore
 from drafttrain.drafters.base import DrafterNet
-from drafttrain.drafters.save import read_record, save_drafter
-from drafttrain.drafters.trim import choose_kept, trim
+from drafttrain.drafters.save import WEIGHTS, read_record, save_drafter
+from drafttrain.drafters.trim import choose_kept, require_fewer, trim
 from drafttrain.errors import UserError
 from drafttrain.files import sync
 from drafttrain.recipe import Recipe
@@ -32,8 +33,8 @@ from drafttrain.vocab import Counts, choose, describe
 def run(recipe: Recipe, options: TrimOptions) -> None:
     """Trim the run's best drafter to `drafter.init_args.draft_vocab` tokens. Raises UserError."""
     draft = options.draft or options.run.best
-    if options.draft is None:
-        read_record(draft)  # says what is missing before the target is loaded
+    if options.draft is None or (draft / "drafter.json").exists():  # what is missing is said before the target is loaded
+        _require_cut(recipe, draft, counted_elsewhere=options.counts is not None)
     store = TokenStore.open(options.counts or options.run.data / "train")
     target = load(recipe.target)
     store.require(target.identity)
@@ -49,6 +50,25 @@ def run(recipe: Recipe, options: TrimOptions) -> None:
     print(f"now, {describe(kept, counts)}")
     flags = f"--config {place / 'recipe.yaml'} --runs {place.parent}"
     print(f"{place}/: go on with `python -m drafttrain export {flags}`, then validate with the same flags")
+
+
+def _require_cut(recipe: Recipe, draft: Path, counted_elsewhere: bool) -> None:
+    """UserError where the files of a trained drafter tell that its head would stay as large as it is, or that there is no drafter."""
+    record, size = read_record(draft), recipe.drafter.draft_vocab
+    try:
+        with safe_open(str(draft / WEIGHTS), framework="pt") as file:
+            (head,) = file.get_slice("d2t").get_shape()
+    except (OSError, ValueError, SafetensorError):  # who loads it says what is wrong
+        return
+    if not isinstance(size, str | float):
+        require_fewer(size, head if size is None else size, head)
+        return
+    chosen_by = record["init_args"].get("draft_vocab"), record["init_args"].get("least_coverage")
+    if chosen_by == (size, recipe.drafter.least_coverage) and not counted_elsewhere:
+        raise UserError(
+            f"trim needs --size: drafter.init_args.draft_vocab is {size}, by which the {head:,} tokens of the trained head were chosen; give fewer, "
+            f"such as --size {head // 2}."
+        )
 
 
 def _counts(store: TokenStore, net: DrafterNet, target: Target) -> Counts:

@@ -28,11 +28,7 @@ def choose_kept(net: DrafterNet, target: Target, counts: Counts, size: Size, lea
     """
     old = net.vocabulary.ids.cpu()
     wanted = _how_many(net, target, counts, size, least_coverage)
-    if wanted >= len(old):
-        raise UserError(
-            f"drafter.init_args.draft_vocab {size} means {wanted:,} tokens, but the trained head has {len(old):,}: trimming only takes "
-            "tokens away, so give a smaller --size, or train with more."
-        )
+    require_fewer(size, wanted, len(old))
     places = {token: place for place, token in enumerate(old.tolist())}
     ends = [places[token] for token in target.end_ids if token in places]
     if wanted < len(ends):
@@ -50,6 +46,16 @@ def choose_kept(net: DrafterNet, target: Target, counts: Counts, size: Size, lea
             f"asks for {least_coverage:.1%}; give a larger --size or lower the coverage asked for."
         )
     return kept
+
+
+def require_fewer(size: Size, wanted: int, head: int) -> None:
+    """UserError where the trained head has no more tokens than are wanted."""
+    if wanted >= head:
+        asked = "null" if size is None else size
+        raise UserError(
+            f"drafter.init_args.draft_vocab {asked} means {wanted:,} tokens, but the trained head has {head:,}: trimming only takes "
+            "tokens away, so give a smaller --size, or train with more."
+        )
 
 
 def _how_many(net: DrafterNet, target: Target, counts: Counts, size: Size, least_coverage: float) -> int:
