@@ -143,7 +143,8 @@ def _with_gap(target: Target, plain: Pass, difference: Difference) -> Difference
 def _cost(target: Target, requests: list[Request], plain: Pass, make_proposer: Make, config: ValidateConfig) -> Cost | None:
     """Cost ratio on the prompt with the longest answer."""
     request, rollout = max(zip(requests, plain.rollouts, strict=True), key=lambda pair: len(pair[1].answer))
-    return measure_cost(target, request, make_proposer, config.slots, min(len(rollout.answer), COST_TOKENS))
+    slots = min(config.slots, len(requests))  # the batch that the set was answered in
+    return measure_cost(target, request, make_proposer, slots, min(len(rollout.answer), COST_TOKENS))
 
 
 def _token_rows(requests: list[Request], plain: Pass, passes: list[Pass]) -> list[dict]:

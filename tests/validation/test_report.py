@@ -155,3 +155,29 @@ def test_tau_by_position_stands_beside_the_share_of_repeated_text(result):
 def test_the_untrained_drafter_is_not_taken_for_the_one_that_training_began_from(result):
     text = render(result, [], {})
     assert "before its first step" not in text and "began from (`checkpoint.start`) is another one" in text
+
+
+def test_a_round_is_blamed_for_being_slower_only_where_the_arithmetic_says_so(result):
+    result |= {"tau": 1.151, "cost_ratio": 1.11}
+    result["cost"] |= {"ratio": 1.11, "implied_speedup": 1.151 / 1.11}
+    text = head(render(result, [], {}))
+    assert "0.66×, slower, though tau / c = 1.151 / 1.11 = 1.04×: each pass" in text and "run validate again" in text
+    assert "because" not in text and "a machine with" not in text
+
+
+@pytest.mark.parametrize(("c", "told"), [(1.08, False), (1.11, False), (1.3, True)])
+def test_a_cheaper_machine_is_named_only_where_it_would_be_cheaper(result, c, told):
+    result |= {"tau": 1.05, "cost_ratio": c}
+    result["cost"] |= {"ratio": c, "implied_speedup": 1.05 / c}
+    text = head(render(result, [], {}))
+    assert f"because a round costs c = {c:.2f} plain steps here" in text and ("a machine with c = 1.1" in text) == told
+
+
+def test_prompt_lookup_that_is_ahead_is_named_in_the_first_lines(result):
+    assert "is ahead" not in head(render(result, [], {}))
+    result["tau"] = 1.027
+    result["methods"]["lookup"] |= {"tau": 2.801}
+    words = "- Prompt lookup, which needs no training, is ahead (tau 2.801 against 1.027): train longer or on more chats."
+    assert words in head(render(result, [], {}))
+    del result["methods"]["lookup"]
+    assert "is ahead" not in head(render(result, [], {}))

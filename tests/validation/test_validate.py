@@ -16,6 +16,7 @@ from drafttrain.errors import UserError
 from drafttrain.types import Request, Rollout
 from drafttrain.validation import validate as validate_module
 from drafttrain.validation.config import ValidateConfig
+from drafttrain.validation.cost import Cost
 from drafttrain.validation.report import RECOUNT
 from drafttrain.validation.summary import repeated_by_position, spans
 from drafttrain.validation.validate import validate
@@ -207,6 +208,16 @@ def test_speed_and_cost_are_positive_and_consistent(report):
     cost = result["cost"]
     assert cost["batch"] == 2 and cost["ratio"] == pytest.approx(cost["round_seconds"] / cost["plain_step_seconds"])
     assert cost["implied_speedup"] == pytest.approx(result["tau"] / result["cost_ratio"])
+
+
+@pytest.mark.parametrize(("slots", "batch"), [(8, 3), (2, 2)])
+def test_the_cost_is_timed_at_the_batch_that_the_prompts_fill(tiny_llama, tmp_path, monkeypatch, slots, batch):
+    monkeypatch.setattr(
+        validate_module, "measure_cost", lambda target, request, make, slots, tokens: Cost(slots, tokens, 0.1, 0.2)
+    )
+    config = dataclasses.replace(CONFIG, max_tokens=6, slots=slots)
+    result = validate(tiny_llama, drafter(tiny_llama, 0), prompts(3), config, tmp_path)
+    assert result["cost"]["batch"] == batch
 
 
 def test_a_second_run_overwrites_and_may_be_smaller(report, tiny_llama, tmp_path):
