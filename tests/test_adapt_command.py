@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from drafttrain.cli import main
-from drafttrain.commands.adapt import _writer
+from drafttrain.commands.adapt import _unlike, _writer
 from drafttrain.commands.prompt_stream import Lines, PromptStream
 from drafttrain.decoding.engine import generate
+from drafttrain.drafters.eagle import Eagle
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.drafters.save import load_drafter, save_drafter
 from drafttrain.tasks.adapt import Answer
@@ -134,7 +135,35 @@ def test_a_drafter_unlike_the_recipes_is_said(made, tmp_path, capsys):
     assert main(["adapt", *made[0], "--prompts", prompts]) == 0
     assert unlike not in capsys.readouterr().err
     assert main(["adapt", *made[0], "--prompts", prompts, "--drafter.init_args.depth", "2"]) == 0
-    assert f"{unlike}, and its own options count: drafter.init_args.depth is 2, its own 3\n" in capsys.readouterr().err
+    assert f"{unlike}: the recipe says depth 2, the drafter has 3, which counts\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "own", "said"),
+    [
+        ({"taps": [0, 1, 2]}, {}, "the recipe says taps [0, 1, 2], the drafter has DEFAULT"),
+        ({"taps": "DEFAULT"}, {}, None),
+        ({}, {"draft_vocab": "best"}, "the recipe says draft_vocab 32,000, the drafter has 200"),
+        ({"draft_vocab": 200}, {"draft_vocab": "best"}, None),
+        ({"draft_vocab": "best"}, {"draft_vocab": "best"}, None),
+        ({"draft_vocab": 0.9}, {"draft_vocab": 200}, "the recipe says draft_vocab 0.9, the drafter has 200"),
+        ({"draft_vocab": None}, {"draft_vocab": 200}, "the recipe says draft_vocab 320, the drafter has 200"),
+        ({"taps": [98, 99, 100]}, {}, "the recipe says taps [98, 99, 100], the drafter has []"),
+    ],
+)  # fmt: skip
+def test_options_are_compared_by_what_they_come_to(tiny_llama, recipe, own, said):
+    default = list(Eagle3().taps_of(tiny_llama))
+    vocabulary = DraftVocabulary(torch.arange(200), tiny_llama.vocab)
+    net = Eagle3(**{"draft_vocab": 200} | own).build(tiny_llama, vocabulary)
+    same = {} if "draft_vocab" in own else {"draft_vocab": 200}
+    asked = Eagle3(**{key: default if value == "DEFAULT" else value for key, value in (same | recipe).items()})
+    found = "".join(_unlike(asked, net, tiny_llama))
+    assert found.partition("the recipe's: ")[2] == (f"{said.replace('DEFAULT', str(default))}, which counts" if said else "")
+
+
+def test_a_drafter_of_another_class_is_named(tiny_llama):
+    net = Eagle3().build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
+    assert "the recipe says Eagle, the drafter is Eagle3, which counts" in _unlike(Eagle(), net, tiny_llama)[0]
 
 
 def test_a_drafter_that_is_not_there_is_refused_before_the_target_is_loaded(made, tmp_path, capsys):

@@ -17,7 +17,8 @@ from typing import Any, TextIO
 
 from drafttrain.commands.drafts import load_draft
 from drafttrain.commands.prompt_stream import Lines, PromptStream
-from drafttrain.drafters.base import DrafterConfig
+from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.warm_start import meant
 from drafttrain.errors import UserError
 from drafttrain.export.card import MADE_FILE
 from drafttrain.files import RunLock, explain_full_disk, restore_folder
@@ -25,6 +26,7 @@ from drafttrain.options import Options
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run
 from drafttrain.target.load import load_target
+from drafttrain.target.target import Target
 from drafttrain.tasks.adapt import Adapter, Answer
 from drafttrain.tasks.adapt_files import AdaptFiles
 from drafttrain.tasks.adapt_learner import AdaptSections
@@ -61,7 +63,7 @@ def run(recipe: Recipe, options: Options) -> None:
         _say(f"loading {recipe.target.path}")
         target = load_target(recipe.target)
         net = load_draft(draft, target)
-        for line in _unlike(recipe.drafter, net.config):
+        for line in _unlike(recipe.drafter, net, target):
             _say(line)
         adapter = Adapter(target, net, sections, files, stop, _say)
         _say(f"adapting {draft}, {adapter.progress.updates} updates so far; answers go to {options.out or 'stdout'}")
@@ -98,20 +100,35 @@ def _start(folder: Run, files: AdaptFiles, asked: Path | None) -> Path:
     )
 
 
-def _unlike(asked: DrafterConfig, loaded: DrafterConfig) -> list[str]:
-    """Where the recipe says something else of the drafter than the one that learns, whose own options count."""
+def _unlike(asked: DrafterConfig, net: DrafterNet, target: Target) -> list[str]:
+    """Where the recipe says something else of the drafter than the one that learns, whose own options count: by what both come to."""
+    loaded = net.config
     if type(asked) is not type(loaded):
-        found = [f"drafter.class_path is {type(asked).__name__}, its own {type(loaded).__name__}"]
+        found = [f"the recipe says {type(asked).__name__}, the drafter is {type(loaded).__name__}, which counts"]
     else:
-        own = vars(loaded)
+        both = [(key, *_come_to(key, asked, net, target)) for key in vars(asked)]
         found = [
-            f"drafter.init_args.{key} is {value}, its own {own[key]}" for key, value in vars(asked).items() if value != own[key]
+            f"the recipe says {key} {_told(says)}, the drafter has {_told(has)}, which counts"
+            for key, says, has in both
+            if says != has
         ]
-    return (
-        [f"note: the drafter that learns is another than the recipe's, and its own options count: {'; '.join(found)}"]
-        if found
-        else []
-    )
+    return [f"note: the drafter that learns is another than the recipe's: {'; '.join(found)}"] if found else []
+
+
+def _come_to(key: str, asked: DrafterConfig, net: DrafterNet, target: Target) -> tuple[Any, Any]:
+    """An option of the recipe and the drafter's own, choices that they leave being made."""
+    says, own = vars(asked)[key], vars(net.config)[key]
+    if key == "draft_vocab":  # what a share or best comes to was counted when the drafter was made
+        size = len(net.vocabulary.ids)
+        return (size if says == own else target.vocab if says is None else says), size
+    try:
+        return meant(asked, key, says, target), meant(net.config, key, own, target)
+    except UserError:  # the recipe's does not fit the target, and does not count
+        return says, own
+
+
+def _told(value: Any) -> str:
+    return f"{value:,}" if type(value) is int else str(list(value) if isinstance(value, tuple) else value)
 
 
 def _facts(recipe: Recipe) -> dict[str, Any]:

@@ -110,22 +110,23 @@ class WarmStart(Source):
         for name, value in found.options.items():
             if name == "mask_token" and self.target.tokenizer is None and None in (value, getattr(config, name)):
                 continue  # a plan has no tokenizer to choose one by; training compares them
-            now, own = self._meant(name, getattr(config, name)), self._meant(name, value)
+            now, own = (meant(config, name, said, self.target) for said in (getattr(config, name), value))
             if now != own:
                 wrong.append(f"drafter.init_args.{name} is {json.dumps(now)}, its own {json.dumps(own)}")
         if wrong:
             raise UserError(f"{what} is another net than the recipe's: {'; '.join(wrong)}; set them as the checkpoint has them.")
 
-    def _meant(self, name: str, value: Any) -> Any:
-        """What an argument comes to for this target, where its value leaves a choice."""
-        if name == "taps":
-            taps: dict[str, Any] = {name: list(value or [])}
-            return replace(self.config, **taps).taps_of(self.target)
-        if name == "mask_token" and self.target.tokenizer is not None:
-            return mask_token(self.target, value)
-        if name in PLACES and value is not None:  # an export tells the last part of a path alone
-            return public_place(value)
-        return value
+
+def meant(config: DrafterConfig, name: str, value: Any, target: Target) -> Any:
+    """What an argument of a drafter comes to for this target, where its value leaves a choice. UserError where it does not fit the target."""
+    if name == "taps":
+        taps: dict[str, Any] = {name: list(value or [])}
+        return replace(config, **taps).taps_of(target)
+    if name == "mask_token" and target.tokenizer is not None:
+        return mask_token(target, value)
+    if name in PLACES and value is not None:  # an export tells the last part of a path alone
+        return public_place(value)
+    return value
 
 
 def _sizes(target: Target) -> dict[str, Any]:
