@@ -268,6 +268,11 @@ def prove(target: Target) -> None:
     ids = torch.randint(0, target.vocab, (2, 12), generator=g).to(target.device)
     with own_attention(target.model):
         wanted = target.model(input_ids=ids, use_cache=False).logits
+    if not wanted.isfinite().all():
+        raise UserError(
+            f"target {target.identity.path} ({kind}) gives logits that are no numbers (inf or NaN) for a dozen tokens in {str(target.dtype).removeprefix('torch.')}; "
+            "its weights are damaged or do not fit that type: fetch them again, or set target.dtype."
+        )
     for by_type in {target.masks_by_layer_type, False}:
         target.masks_by_layer_type = by_type
         try:

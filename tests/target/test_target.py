@@ -2,13 +2,14 @@
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny import COMMON, build_target_folder, build_tokenizer
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -107,6 +108,15 @@ def test_a_head_that_scales_unknowingly_is_refused(target_folders, monkeypatch):
     monkeypatch.setattr(LlamaForCausalLM, "forward", doubled)
     with pytest.raises(UserError, match="logits differ"):
         load_target(TargetConfig(path=str(target_folders("llama"))), device="cpu")
+
+
+def test_weights_that_are_no_numbers_are_named_as_that(tmp_path):
+    folder = build_target_folder("llama", tmp_path / "target")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"][3] = math.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="gives logits that are no numbers .* in float32"):
+        load_target(TargetConfig(path=str(folder)), device="cpu")
 
 
 @pytest.fixture(scope="module", params=range(6))
