@@ -67,6 +67,19 @@ def test_a_published_drafter_is_benchmarked_and_answers(made, tmp_path, capsys):
     assert "tau" in capsys.readouterr().out
 
 
+def test_the_methods_of_bench_itself_go_as_deep_as_a_published_drafter(made, tmp_path):
+    folder = dflash(tmp_path / "shallow")
+    assert (
+        main(
+            ["bench", *flags(made), "--draft", str(folder), "--bench.max_tokens", "2", "--bench.methods", "[Chain, Tree, Lookup]"]
+        )
+        == 0
+    )
+    (report,) = (made[1] / "tiny" / "report" / "drafts").glob("*--shallow/bench/bench.json")
+    (table,) = json.loads(report.read_text())["temperatures"]
+    assert list(table["methods"]) == ["plain", "chain 4", "tree 4x8, 40 nodes", "lookup 5"]
+
+
 def test_more_drafts_than_a_block_has_are_refused(made, tmp_path, capsys):
     assert main(["validate", *flags(made), "--draft", str(dflash(tmp_path / "it")), "--validate.drafts", "5"]) == 2
     assert "validate.drafts asks for 5 drafts in a row, but this DFlash drafts at most 4" in capsys.readouterr().err

@@ -15,6 +15,7 @@ from transformers.quantizers import quantizer_torchao
 from data_prep.prompt import Prompt
 from data_prep.split import hold_out
 from drafttrain.commands import plan_checks
+from drafttrain.commands.bench_methods import fitted
 from drafttrain.commands.plan_checks import require_room
 from drafttrain.data.store import TokenStore
 from drafttrain.data.token_counts import count
@@ -58,6 +59,20 @@ def test_methods_deeper_than_the_drafter_are_named_one_by_one(planned):
     deeper = {**HYDRA, "init_args": {**HYDRA["init_args"], "heads": 4}}
     for drafter in (deeper, EAGLE3):  # EAGLE-3 goes as deep as it is asked to
         assert not warnings(planned(drafter, bench={"methods": [*METHODS, *FREE]}, **quiet)[1])
+
+
+def test_methods_that_the_recipe_does_not_name_go_as_deep_as_the_drafter(planned, tiny_llama):
+    """For `plan`, which is silent, as for `bench`, which builds them all."""
+    for heads, drafts, nodes in ((1, [1, 1], 8), (3, [3, 3], 40), (9, [5, 6], 40)):
+        drafter = {"class_path": "Hydra", "init_args": {"heads": heads, "prefix": True}}
+        shallow = {"checkpoint": {"drafts": 1}, "validate": {"drafts": 1}}
+        recipe, lines = planned(drafter, optimizer={"warmup_steps": 0}, prepare={"held_out": 3}, **shallow)
+        assert not warnings(lines)
+        net = recipe.drafter.build(tiny_llama, DraftVocabulary.full(tiny_llama.vocab))
+        config = fitted(recipe.bench, net.deepest)
+        Benchmark(tiny_llama, net, [Question("a", "all", ids=(1, 2))], config)
+        assert [method.drafts for method in config.methods[:2]] == drafts and config.methods[1].nodes == nodes
+        assert config.methods[2:] == recipe.bench.methods[2:]
 
 
 def test_bench_does_refuse_what_the_warning_says(planned, tiny_llama):

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from data_prep.dialects import Broken, Reader
 from data_prep.rows import json_lines
+from drafttrain.commands.bench_methods import fitted
 from drafttrain.commands.drafts import Draft, load, refresh_card
 from drafttrain.data.store import TokenStore
 from drafttrain.decoding.methods import Method
@@ -39,7 +40,16 @@ def run(recipe: Recipe, options: Options) -> None:
     with RunLock(folder.folder):
         folder.record("bench", recipe.plain())
         try:
-            bench(target, net, questions, config, draft.report / "bench", calibration=calibration, skipped=skipped, facts=facts)
+            bench(
+                target,
+                net,
+                questions,
+                fitted(config, net.deepest),
+                draft.report / "bench",
+                calibration=calibration,
+                skipped=skipped,
+                facts=facts,
+            )
         finally:
             if draft.own:
                 refresh_card(folder)

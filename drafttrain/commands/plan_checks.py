@@ -11,6 +11,7 @@ from itertools import islice
 from data_prep.config import PrepareConfig, require_window
 from data_prep.rows import json_lines
 from data_prep.sources import JsonlPrompts, PromptSource
+from drafttrain.commands.bench_methods import fitted
 from drafttrain.decoding.methods import Experts, Method, Tree
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
@@ -94,7 +95,7 @@ def refused_by_bench(bench: BenchConfig, net: DrafterNet) -> list[str]:
     Methods whose shape is measured first (StaticTree) fit the drafter by themselves.
     """
     found = []
-    for number, method in enumerate(bench.methods):
+    for number, method in enumerate(fitted(bench, net.deepest).methods):
         # Of several drafters the others are not read here.
         own = Tree(method.drafts, method.top_k, method.nodes, method.least_gain) if isinstance(method, Experts) else method
         if type(own).prepare is not Method.prepare:
