@@ -26,6 +26,8 @@ FOLDER = "plots"
 NAMES = ("acceptance.png", "categories.png", "speed.png", "training.png")
 MOST_POINTS = 400
 """Most losses of a training curve that an export keeps."""
+BEGUN = "begun from"
+"""What the facts of an export call the drafter that its training began from."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +95,20 @@ def curve_kept(points: Sequence[plots.CurvePoint]) -> list[list[float | None]]:
     return [[p.tokens, p.loss if id(p) in kept else None, p.tau] for p in points if id(p) in kept or p.tau is not None]
 
 
+def is_unchanged(facts: Mapping[str, Any]) -> bool:
+    """Whether what is exported is the drafter that training began from, since none measured later was better."""
+    return facts.get("steps") == 0 and BEGUN in facts
+
+
 def training_points(made: Mapping[str, Any]) -> list[plots.CurvePoint]:
-    """The training curve that was kept; [] where none was."""
-    return [plots.CurvePoint(tokens, loss, tau) for tokens, loss, tau in made["facts"].get("curve") or []]
+    """The training curve that was kept; [] where none was. A drafter of step 0 begins it with the tau that made it the best, which logs are read
+    without."""
+    facts = made["facts"]
+    points = [plots.CurvePoint(tokens, loss, tau) for tokens, loss, tau in facts.get("curve") or []]
+    tau = facts.get("held-out tau while training")
+    if points and points[0].tokens > 0 and facts.get("steps") == 0 and tau is not None:
+        points.insert(0, plots.CurvePoint(0.0, None, tau))
+    return points
 
 
 # ---- figures ---------------------------------------------------------------------------------------------------------------
@@ -152,7 +165,9 @@ def _training(made: Mapping[str, Any]) -> CardFigure | None:
     told = [f"After {points[-1].tokens:,.0f} tokens the training loss {_went(losses, '.3g')}."] if losses else []
     if taus:
         told.append(f"tau on held-out prompts {_went(taus, '.3f')}, {max(taus):.3f} at best.")
-    if (tokens := made["facts"].get("tokens seen")) is not None:
+    if is_unchanged(made["facts"]):
+        told.append("These weights are those that training began from.")
+    elif (tokens := made["facts"].get("tokens seen")) is not None:
         told.append(f"These weights are those after {tokens:,} tokens.")
     titles = [title for title, values in (("loss", losses), ("tau on held-out prompts", taus)) if values]
     return CardFigure(f"training: {' and '.join(titles)}", " ".join(told), lambda: plots.training_curve(points))

@@ -185,6 +185,19 @@ def test_the_training_curve_is_the_log_s(tmp_path):
     )
 
 
+def test_the_tau_of_a_drafter_of_step_0_begins_its_curve():
+    """Logs are read from the first token on, so the best of these taus would be another one than the card's."""
+    facts = {"curve": CURVE, "steps": 0, "tokens seen": 0, "held-out tau while training": 2.25, "begun from": "someone/drafter"}
+    figure = figures_of(MADE | {"facts": facts}, None)["plots/training.png"]
+    assert figure.draw().axes[1].lines[0].get_xydata().tolist() == [[0, 2.25], [2000, 1.5], [3000, 2.125], [4000, 2.0]]
+    assert figure.seen.endswith(
+        "tau on held-out prompts has gone from 2.250 to 2.000, 2.250 at best. These weights are those that training began from."
+    )
+    there = [[0.0, None, 2.25], *CURVE]  # not twice, where it was kept
+    assert training_points(MADE | {"facts": facts | {"curve": there}}) == training_points(MADE | {"facts": facts})
+    assert training_points(MADE | {"facts": facts | {"steps": 4}})[0].tokens == 1000
+
+
 def test_a_long_curve_is_thinned_but_no_tau_is_lost():
     points = [CurvePoint(10.0 * k, 100.0 - k, 1.0 + k if k % 500 == 3 else None) for k in range(2001)]
     kept = curve_kept(points)
