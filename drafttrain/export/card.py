@@ -15,7 +15,7 @@ import yaml
 from drafttrain.decoding.measure import defined
 from drafttrain.errors import UserError
 from drafttrain.export.card_bench import bench_text
-from drafttrain.export.card_figures import CardFigure, figures_of, remove_others, write_figures
+from drafttrain.export.card_figures import CardFigure, figures_of, is_unchanged, remove_others, write_figures
 from drafttrain.export.card_licence import KEYS as LICENCE_KEYS
 from drafttrain.export.card_licence import licence_text
 from drafttrain.export.format import NAMES, Format
@@ -33,6 +33,7 @@ UNMEASURED_DRAFTS = 3
 """Tokens to propose in a round where nothing was measured."""
 TAU = "tau is the mean number of tokens that a target pass yields: 1 + accepted drafts.\n"
 """Said once, under the first figures."""
+UNCHANGED = "Training did not improve on the drafter that it began from: these are the weights of that one."
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -146,7 +147,7 @@ def _measured(report: dict | None) -> str:
             _pair(report.get("tokens_per_second"), report.get("baseline_tokens_per_second")),
         ),
         (
-            "Acceptance length of prompt lookup / of the untrained drafter",
+            "Acceptance length of prompt lookup / of the same net with fresh, untrained weights",
             _pair(report.get("lookup_tau"), report.get("untrained_tau")),
         ),
         ("Measured on", _hardware(report.get("hardware"))),
@@ -257,9 +258,10 @@ def _training(made: dict) -> str:
         if isinstance(value, str | int | float | bool)
     ]
     data = _data(made["facts"].get("data"))
+    unchanged = f" {UNCHANGED}" if is_unchanged(made["facts"]) else ""
     return (
-        "## Trained\n\nWith drafttrain, on chats answered by the target itself, to give the target's own next-token distribution "
-        f"at every depth of the draft.{data}\n\n" + "\n".join(rows) + "\n"
+        "## Trained\n\nWith drafttrain, on chats answered by the target itself, to guess the target's own next tokens at every depth of the draft."
+        f"{unchanged}{data}\n\n" + "\n".join(rows) + "\n"
     )
 
 

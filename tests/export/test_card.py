@@ -124,6 +124,21 @@ def test_numbers_come_from_the_report_and_from_nowhere_else():
     assert "steps: 120" in text and "not shown" not in text
 
 
+def test_what_it_learnt_is_said_in_words_that_are_true_of_every_objective_and_start():
+    """HardCrossEntropy learns tokens and no distribution, and beside a drafter that began from another stands a fresh one."""
+    text = card_text(MADE, REPORT | {"lookup_tau": 1.2, "untrained_tau": 1.0})
+    assert "to guess the target's own next tokens at every depth of the draft." in text and "distribution" not in text
+    assert "prompt lookup / of the same net with fresh, untrained weights | 1.20 / 1.00 |" in text
+
+
+def test_a_drafter_that_began_from_another_says_so_and_where_nothing_better_came_of_it():
+    begun = {"begun from": "someone/drafter", "LoRA": "rank 8, merged", "steps": 40, "tokens seen": 900}
+    text = card_text(MADE | {"facts": begun}, None)
+    assert "\n- begun from: someone/drafter\n- LoRA: rank 8, merged\n" in text and "did not improve" not in text
+    assert "Training did not improve" in card_text(MADE | {"facts": begun | {"steps": 0}}, None)
+    assert "Training did not improve" not in card_text(MADE | {"facts": {"steps": 0}}, None)  # as an earlier version wrote it
+
+
 def test_a_drafter_that_changed_the_output_says_so_in_bold():
     row = "token for token | yes"
     assert row in card_text(MADE, REPORT)
