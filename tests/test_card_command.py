@@ -6,8 +6,12 @@ import shutil
 
 import pytest
 from tiny_command import flags, save_untrained, write_data, write_recipe
+from tiny_run import make_run, start
 
 from drafttrain.cli import main
+from drafttrain.commands.export import public_start
+from drafttrain.commands.train import closing
+from drafttrain.run import Run
 
 LOG = "tokens_seen,train/loss,held_out/tau\n100,5.0,\n200,4.0,1.25\n"
 QUESTIONS = [{"category": "qa", "turns": ["what is two"]}, {"category": "talk", "turns": ["the quick brown fox"]}]
@@ -98,3 +102,55 @@ def test_a_log_or_data_that_cannot_be_read_keeps_nobody_from_exporting(made, tmp
     (run / "data" / "train" / "manifest.json").write_text("{")
     assert call(here, "export") == 0
     assert shown(here) == [] and "The data" not in card(here)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_run_that_began_from_another_drafter_says_so_and_that_nothing_better_came_of_it(
+    tmp_path, target_folders, tiny_llama, capsys, rank
+):
+    """Measured before the first step, and not above it behind steps that change nothing."""
+    if rank is not None:
+        pytest.importorskip("peft")
+    here, llama = (write_recipe(tmp_path, target_folders("llama")), tmp_path / "runs"), target_folders("llama")
+    first = start(make_run(tmp_path / "secret" / "first", tiny_llama), llama, trainer={"max_steps": 1})
+    run = make_run(tmp_path / "runs" / "tiny", tiny_llama)
+    tau = {"tau_prompts": 2, "tau_tokens": 8, "start": str(first)}
+    lora = None if rank is None else {"rank": rank}
+    start(run, llama, checkpoint=tau, optimizer={"lr": 1e-12}, trainer={"max_steps": 2}, lora=lora)
+    line = closing(Run(run), 2)[0]
+    assert line.endswith("at step 0 of 2: the one that this run began from, unchanged; training did not improve on it")
+    assert closing(Run(run), 9)[0].endswith("at step 0 of 9: the one that this run began from, unchanged")
+    capsys.readouterr()
+
+    def exported(*more) -> str:
+        assert call(here, "export", *more) == 0
+        return card(here)
+
+    text = exported()
+    assert "note: the best drafter is that of step 0: best, which this run began from, unchanged" in capsys.readouterr().out
+    assert "\n- begun from: best\n" in text and "Training did not improve on" in text and "secret" not in text
+    [told] = re.findall(r"held-out tau while training: ([\d.]+)", text)
+    assert f"{told} at best. These weights are those that training began from." in text
+    assert "LoRA" not in text  # of which these weights have nothing
+    newest = exported("--checkpoint", run / "checkpoints" / "last_drafter")
+    assert (
+        "begun from: best" in newest and "did not improve" not in newest and ("- LoRA: rank 2, merged" in newest) == (rank == 2)
+    )
+    shutil.rmtree(run / "checkpoints" / "last")  # large, so some delete it
+    assert exported("--checkpoint.start", first) == text
+    assert "begun from" not in exported()  # the recipe at hand names none
+    shutil.rmtree(run / "checkpoints" / "best")
+    save_untrained(run / "checkpoints" / "best", tiny_llama, {"position": {"step": 0}, "trimmed_from": "elsewhere"})
+    assert "begun from" not in exported("--checkpoint.start", first)
+
+
+def test_no_place_of_this_machine_is_what_a_drafter_began_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in ("runs/first/checkpoints/best", "runs/first/export", "drafters/mine"):
+        (tmp_path / place).mkdir(parents=True)
+    assert public_start("owner/name") == "owner/name" and public_start("./drafters/mine/") == "mine"
+    assert public_start(str(tmp_path / "drafters" / "mine")) == public_start("drafters/mine") == "mine"
+    assert public_start("runs/first/export") == "export"
+    (tmp_path / "runs" / "first" / "recipe.yaml").touch()
+    assert public_start("runs/first/export") == "export of the run first"
+    assert public_start(str(tmp_path / "runs" / "first" / "checkpoints" / "best")) == "best of the run first"

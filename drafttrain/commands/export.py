@@ -1,19 +1,25 @@
 """`drafttrain export`: a drafter that was trained -> export/, and to the Hub if `export.push` names a repository."""
 
+import os
 from pathlib import Path
+from typing import Any
 
 from drafttrain.commands.drafts import data_facts, load, refresh_card, training_facts
 from drafttrain.commands.export_source import class_of, find_source, load_source, require_finished, trained_here
+from drafttrain.drafters.warm_start import KEPT
 from drafttrain.errors import UserError, printable
 from drafttrain.export.card import MADE_FILE, served_by
+from drafttrain.export.card_figures import BEGUN, is_unchanged
 from drafttrain.export.card_licence import licence_warning
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
 from drafttrain.export.hub import preview, push
 from drafttrain.export.registry import format_named, require_form
-from drafttrain.files import RunLock, read_json
+from drafttrain.files import RunLock, public_place, read_json, typed_path
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
+from drafttrain.run import Run
+from drafttrain.tasks.checkpoints import find_last
 
 
 def run(recipe: Recipe, options: Options) -> None:
@@ -28,7 +34,8 @@ def run(recipe: Recipe, options: Options) -> None:
     with RunLock(folder.folder):
         folder.record("export", recipe.plain())
         told = training_facts(facts) | ({} if asked == "best" else {"checkpoint": Path(asked).name})  # a card is public
-        told |= data_facts(folder) if trained_here(source, folder) else {}
+        if trained_here(source, folder):
+            told |= begun_facts(facts, recipe, folder) | data_facts(folder)
         if folder.export.exists():
             print(
                 f"{folder.export}/ holds an earlier export ({_earlier(folder.export)}); the new one takes its place once it is whole"
@@ -39,6 +46,8 @@ def run(recipe: Recipe, options: Options) -> None:
     print(f"{format.title}, {served_by(format)}")
     if warning := licence_warning(made):
         print(f"warning: {printable(warning)}")
+    if is_unchanged(told):
+        print(f"note: the best drafter is that of step 0: {printable(told[BEGUN])}, which this run began from, unchanged")
     for note in made["notes"]:
         print(f"note: {note}")
     size, check = made["weights"]["bytes"], made["check"]
@@ -46,6 +55,33 @@ def run(recipe: Recipe, options: Options) -> None:
     same = f"the trained drafter's first choice in {check['same_first_choice']:.1%} of {check['rows']} places"
     print(f"{folder.export}/: {size:,} bytes in {made['dtype']}; read back: {same}{gap}")
     _push(folder.export, recipe.export)
+
+
+def begun_facts(facts: dict, recipe: Recipe, run: Run) -> dict[str, Any]:
+    """What a drafter of this run began from and whether adapters were trained, for the model card, by the newest training state; without one that can
+    be read by the recipe, where a draft vocabulary was kept, as of every run that began so. {} for what `trim` or `adapt` made."""
+    if {"trimmed_from", "adapted"} & facts.keys():
+        return {}
+    try:
+        saved = find_last(run.checkpoints)
+    except UserError:  # the best drafter is as whole without it
+        saved = None
+    if saved is not None:
+        start, rank = saved.recipe.get("checkpoint.start"), (saved.recipe.get("lora") or {}).get("rank")
+    else:
+        start, rank = recipe.checkpoint.start if (run.checkpoints / KEPT).exists() else None, recipe.lora.rank
+    if start is None:
+        return {}
+    found = {BEGUN: public_start(start)}
+    trained = (facts.get("position") or {}).get("step") != 0
+    return found | ({"LoRA": f"rank {rank}, merged"} if rank is not None and trained else {})
+
+
+def public_start(start: str) -> str:
+    """A drafter's place as a card may tell it; of a drafter in a run's folder, whose last part says nothing, with the run's name."""
+    name, place = public_place(start), Path(os.path.abspath(typed_path(start)))
+    run = place.parent.parent if place.parent.name == "checkpoints" else place.parent
+    return f"{name} of the run {run.name}" if name == place.name and (run / "recipe.yaml").is_file() else name
 
 
 def _earlier(folder: Path) -> str:

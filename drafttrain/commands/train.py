@@ -62,6 +62,11 @@ def closing(run: Run, steps: int) -> list[str]:
             lines.append(f"{best}, the newest one, since tau was not measured")
         elif done and step == steps:
             lines.append(f"{best}, final held-out tau {tau:.3f}")
+        elif step == 0:
+            more = "; training did not improve on it" if done else ""
+            lines.append(
+                f"{best}, held-out tau {tau:.3f} at step 0 of {steps}: the one that this run began from, unchanged{more}"
+            )
         else:
             lines.append(
                 f"{best}, held-out tau {tau:.3f} at step {step} of {steps}{'; the last was not above it' if done else ''}"
