@@ -35,21 +35,13 @@ def run(recipe: Recipe, options: Options) -> None:
     if held_out is not None:
         questions = _of_store(held_out, target)
     net, told = draft.load(target, recipe)
+    config = fitted(config, net.deepest)
     facts = {"name": recipe.name, "command": command_line(), **told}
     calibration = _calibration(folder, config, target)
     with RunLock(folder.folder):
         folder.record("bench", recipe.plain())
         try:
-            bench(
-                target,
-                net,
-                questions,
-                fitted(config, net.deepest),
-                draft.report / "bench",
-                calibration=calibration,
-                skipped=skipped,
-                facts=facts,
-            )
+            bench(target, net, questions, config, draft.report / "bench", calibration=calibration, skipped=skipped, facts=facts)
         finally:
             if draft.own:
                 refresh_card(folder)
