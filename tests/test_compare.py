@@ -23,7 +23,7 @@ from drafttrain.errors import UserError
 from drafttrain.export.config import ExportConfig
 from drafttrain.export.export import export_drafter
 from drafttrain.export.inspect import inspect_folder
-from drafttrain.export.inspect_pair import config_differences, names_fault, names_note, tensor_rows
+from drafttrain.export.inspect_pair import config_differences, forms_note, names_fault, names_note, tensor_rows
 from drafttrain.types import Request
 from drafttrain.validation.compare import AT_ONCE, DRAWS, compare_tau, estimates
 
@@ -192,8 +192,23 @@ def test_exports_in_two_forms_are_paired_and_a_changed_number_is_found_under_our
     assert rows.pop("midlayer.mlp.up_proj.weight") == pytest.approx(2) and rows.pop("embed_tokens.weight") is None
     assert rows.keys() == net.state_dict().keys() - {"midlayer.mlp.up_proj.weight"} | {"d2t", "t2d"} and not any(rows.values())
     main(["compare", str(tmp_path / "speculators"), str(tmp_path / "vllm")])
-    note = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("note: tensors are told"))
+    lines = capsys.readouterr().out.splitlines()
+    note = next(line for line in lines if line.startswith("note: tensors are told"))
     assert "A calls midlayer." in note and " layers.0." in note and "B calls" not in note
+    [forms] = [
+        place for place, line in enumerate(lines) if line.startswith("note: A and B are written in two forms (A: EAGLE-3, ")
+    ]
+    assert forms < next(place for place, line in enumerate(lines) if line.startswith("configuration "))
+
+
+def test_two_forms_are_said_of_one_drafter_alone(tiny_llama, tmp_path):
+    for name, asked in (("eagle3", "vllm"), ("medusa", "native"), ("eagle3", "native")):
+        export_drafter(
+            net_for(tiny_llama, DRAFTERS[name]), tiny_llama, tmp_path / f"{name}-{asked}", ExportConfig(format=asked), None
+        )
+    vllm, medusa, native = (inspect_folder(str(tmp_path / name)) for name in ("eagle3-vllm", "medusa-native", "eagle3-native"))
+    assert "(A: drafttrain's own; B: EAGLE-3, the original's names)" in (forms_note(native, vllm) or "")
+    assert not any(forms_note(vllm, other) for other in (vllm, medusa)) and forms_note(native, medusa) is None
 
 
 def test_rows_that_a_token_map_lists_in_another_order_are_compared_by_token(tiny_llama, tmp_path, capsys):

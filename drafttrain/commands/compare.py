@@ -12,7 +12,15 @@ from drafttrain.commands.folder_options import CompareOptions
 from drafttrain.data.store import TokenStore
 from drafttrain.errors import UserError, printable
 from drafttrain.export.inspect import inspect_folder, require_sound
-from drafttrain.export.inspect_pair import both_say, config_differences, names_fault, names_note, rows_note, tensor_rows
+from drafttrain.export.inspect_pair import (
+    both_say,
+    config_differences,
+    forms_note,
+    names_fault,
+    names_note,
+    rows_note,
+    tensor_rows,
+)
 from drafttrain.files import write_json_atomic
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe
@@ -32,6 +40,8 @@ def run(options: CompareOptions, recipe: Recipe | None) -> None:
     configs, tensors = config_differences(a, b), tensor_rows(a, b)
     rows = [(printable(name), _short(x), _short(y)) for name, x, y in configs]
     alike = "configurations say the same" if both_say(a, b) else "configurations are not compared: not both can be read"
+    if note := forms_note(a, b):
+        print(f"note: {printable(note)}")
     _print_table(("configuration", "A", "B"), rows, alike)
     if note := names_note(a, b):
         print(f"note: {printable(note)}")

@@ -48,6 +48,21 @@ def both_say(a: Inspection, b: Inspection) -> bool:
     )
 
 
+def forms_note(a: Inspection, b: Inspection) -> str | None:
+    """A sentence where the config.json of one drafter is compared in two forms, each of which has fields of its own."""
+    first, second = _layout(a), _layout(b)
+    if None in (a.folder.config, b.folder.config) or first.drafter != second.drafter or first.layout == second.layout:
+        return None
+    forms = "; ".join(
+        f"{letter}: {"drafttrain's own" if found.layout == 'ours' else found.layout}"
+        for letter, found in (("A", first), ("B", second))
+    )
+    return (
+        f"A and B are written in two forms ({forms}), so a field that only one of them has is mostly its form's own, and "
+        "no difference between the drafters"
+    )
+
+
 def _net(record: Mapping[str, Any]) -> dict[str, Any]:
     """The part of our own record that is about the net."""
     return {key: record[key] for key in ("class_path", "init_args") if key in record}
