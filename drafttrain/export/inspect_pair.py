@@ -53,12 +53,9 @@ def forms_note(a: Inspection, b: Inspection) -> str | None:
     first, second = _layout(a), _layout(b)
     if None in (a.folder.config, b.folder.config) or first.drafter != second.drafter or first.layout == second.layout:
         return None
-    forms = "; ".join(
-        f"{letter}: {"drafttrain's own" if found.layout == 'ours' else found.layout}"
-        for letter, found in (("A", first), ("B", second))
-    )
+    one, other = ("drafttrain's own" if found.layout == "ours" else found.layout for found in (first, second))
     return (
-        f"A and B are written in two forms ({forms}), so a field that only one of them has is mostly its form's own, and "
+        f"A and B are written in two forms (A: {one}; B: {other}), so a field that only one of them has is mostly its form's own, and "
         "no difference between the drafters"
     )
 
