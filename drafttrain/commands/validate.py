@@ -55,7 +55,7 @@ def run(recipe: Recipe, options: Options) -> None:
 
 
 def _untrained(net: DrafterNet, target: Target, asked: DrafterConfig) -> DrafterNet | None:
-    """The net before its first step; None, behind a note, where the model that it began with is not to be had. An export tells the last part of that
+    """The net with fresh, untrained weights; None, behind a note, where the model that it began with is not to be had. An export tells the last part of that
     one's path alone, and the recipe the whole."""
     options: dict[str, Any] = vars(net.config)
     whole = {name: vars(asked)[name] for name in PLACES if name in options.keys() & vars(asked).keys()}

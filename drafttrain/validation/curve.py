@@ -43,12 +43,12 @@ def _start_number(path: Path) -> tuple[int, str]:
 
 def _read_file(path: Path) -> list[CurvePoint]:
     points: list[CurvePoint] = []
-    seen = 0.0
+    seen = None
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             tokens, loss, tau = (_number(row.get(name)) for name in (TOKENS, LOSS, TAU))
             seen = seen if tokens is None else tokens
-            if seen and (loss is not None or tau is not None):
+            if seen is not None and (loss is not None or tau is not None):
                 points.append(CurvePoint(seen, loss, tau))
     return points
 

@@ -33,3 +33,8 @@ def test_no_folder_no_columns_or_no_rows_give_no_curve(tmp_path):
     write(tmp_path, 0, "step,lr\n1,0.1\n")
     write(tmp_path, 1, "")
     assert read_curve(tmp_path) == []
+
+
+def test_what_a_drafter_reached_before_the_first_token_is_its_first_point(tmp_path):
+    write(tmp_path, 0, "held_out/tau,tokens_seen,train/loss\n,,6.0\n1.3,0,\n,100,5.0\n")
+    assert read_curve(tmp_path) == [CurvePoint(0, None, 1.3), CurvePoint(100, 5.0)]
