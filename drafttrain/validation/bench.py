@@ -33,7 +33,8 @@ from drafttrain.validation.bench_lossless import compare, faults
 from drafttrain.validation.bench_passes import Contender, Row, drafts_of, throughput, time_questions, time_stages, warm_up
 from drafttrain.validation.bench_questions import Asked, Question, Skipped, ask, choose, probe_of
 from drafttrain.validation.bench_summary import Staged, breakdown, length_facts, method_facts, throughput_facts
-from drafttrain.validation.passes import Difference
+from drafttrain.validation.passes import Difference, tied
+from drafttrain.validation.report import many
 
 QUESTIONS, LENGTHS = "questions", "draft length"
 """Parts of the benchmark that rows belong to."""
@@ -144,7 +145,8 @@ class Benchmark:
             label, exact, engine = contender.label, contender.exact(sampling), engines[contender.label]
             parted = compare(self.target, rows[PLAIN], rows[label], sampling) if exact else []
             self.differences += [(sampling.temperature, difference) for difference in parted]
-            facts = method_facts(rows[label], rows[PLAIN], drafts_of(engine)) | {"exact": exact, "different": len(parted)}
+            facts = method_facts(rows[label], rows[PLAIN], drafts_of(engine))
+            facts |= {"exact": exact, "different": len(parted), "ties": sum(tied(d.gap) for d in parted)}
             tables[label] = facts | {"graphs_refused": engine.graphs_refused}
             self._say(bench_report.method_line(sampling.temperature, label, facts, len(asked)))
         stages = time_stages(engines, probe) if probe else {}
@@ -222,7 +224,7 @@ def bench(
     wrong = faults(target, [difference for _, difference in benchmark.differences])
     if wrong:
         raise UserError(
-            f"Output differs from plain decoding, but must be equal; {len(wrong)} differences that no rounding explains, the first: "
+            f"Output differs from plain decoding, but must be equal; {many(len(wrong), 'difference')} that no rounding explains, the first: "
             f"{wrong[0]}. {Path(folder) / 'README.md'} lists them; report a fault."
         )
     return result

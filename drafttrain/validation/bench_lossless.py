@@ -14,10 +14,7 @@ from drafttrain.decoding.sampling import Sampling, probabilities, stream_of, uni
 from drafttrain.target.target import Target
 from drafttrain.types import Rollout
 from drafttrain.validation.bench_passes import Row
-from drafttrain.validation.passes import Difference, differences, logit_gap, logits_before
-
-TIE = 1e-4
-"""Closer than this, in logits or in probability, fp32 may part too."""
+from drafttrain.validation.passes import Difference, differences, logit_gap, logits_before, tied
 
 
 def compare(target: Target, plain: Sequence[Row], rows: Sequence[Row], sampling: Sampling) -> list[Difference]:
@@ -54,4 +51,4 @@ def faults(target: Target, found: Sequence[Difference]) -> list[Difference]:
     """Those that no rounding explains: in fp32, where no two tokens tie."""
     if target.dtype != torch.float32:
         return []
-    return [d for d in found if d.gap is None or d.gap > TIE]
+    return [d for d in found if not tied(d.gap)]

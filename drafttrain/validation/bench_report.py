@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from drafttrain.markdown import table
 from drafttrain.validation.bench_config import PLAIN
 from drafttrain.validation.bench_passes import Row
-from drafttrain.validation.report import percent, provenance
+from drafttrain.validation.passes import tied
+from drafttrain.validation.report import many, percent, provenance, settled, tie_words
 
 LISTED = 20
 """Differences and skipped questions that the report shows; bench.json has all."""
@@ -54,8 +55,8 @@ no more than a plain step. With all of a round it is tau × plain step / round; 
 
 DIFFERENCES = """\
 The gap is how far the other token was from being plain decoding's, by the target in one pass without cache: in logits at temperature 0, in
-probability above. One near the rounding of the dtype is a tie, which a pass of another shape breaks the other way (`--target.dtype float32`
-settles it); a large one is a fault."""
+probability above. One near the rounding of the dtype is a tie, which a pass of another shape breaks the other way{hint};
+a large one is a fault."""
 
 
 def run_line(rows: Sequence[Row], repeats: int) -> str:
@@ -71,7 +72,7 @@ def method_line(temperature: float, label: str, facts: Mapping, questions: int) 
     """What is said when a method was measured."""
     equal = _equal(facts).replace("*", "")
     return (
-        f"temperature {temperature:g}, {label}: {questions} questions, {_with(facts, 'tokens_per_second', '.1f')} tokens/s, "
+        f"temperature {temperature:g}, {label}: {many(questions, 'question')}, {_with(facts, 'tokens_per_second', '.1f')} tokens/s, "
         f"speed-up {_with(facts, 'speedup', '.2f')}, tau {facts['tau']:.3f}, equal to plain: {equal}"
     )
 
@@ -117,20 +118,31 @@ def _answer(r: Mapping) -> str:
     if r["lossless"]:
         lines.append("**Lossless**: every answer that was compared equals plain decoding's, token for token.")
     else:
-        number = len({(d["temperature"], d["method"], d["key"]) for d in r["differences"]})
-        lines.append(f"**Not equal to plain decoding** in {number} answers: see the gaps below, which tell ties from faults.")
+        lines.append(_unequal(r))
     for each in r["temperatures"]:
         methods = {name: m for name, m in each["methods"].items() if name != PLAIN}
         if methods:
             name = max(methods, key=lambda label: methods[label]["speedup"])
             base = f"{_with(each['methods'][PLAIN], 'tokens_per_second', '.1f')} tokens/s"
+            once = " (one run each, so no spread)" if methods[name]["speedup_sd"] is None else ""
             gained = f"**{_with(methods[name], 'speedup', '.2f')}** times the speed of plain decoding ({base})"
             lines.append(
-                f"Temperature {each['temperature']:g}: **{name}** is fastest, {gained}, at tau {methods[name]['tau']:.3f}."
+                f"Temperature {each['temperature']:g}: **{name}** is fastest, {gained}, at tau {methods[name]['tau']:.3f}{once}."
             )
     if r["hardware"]["device"] == "cpu":
         lines.append(CPU_NOTE.replace("\n", " "))
     return "\n".join(f"- {line}" for line in lines)
+
+
+def _unequal(r: Mapping) -> str:
+    """Ties alone are told as such."""
+    found = r["differences"]
+    ties = sum(tied(d["gap"]) for d in found)
+    if ties == len(found):
+        return f"Lossless but for ties: {many(ties, 'answer')} left plain decoding, {tie_words(found)}{settled(r)}."
+    more = f", and in {ties} more at a tie" if ties else ""
+    amount = f"{many(len(found) - ties, 'answer')}{more}"
+    return f"**Not equal to plain decoding** in {amount}: see the gaps below, which tell ties from faults."
 
 
 def _methods(each: Mapping) -> str:
@@ -193,7 +205,7 @@ def _stages(r: Mapping) -> str:
         "outside draft and check",
         "prompts, ms a question",
     ]
-    return f"{len(b['questions'])} questions, temperature {b['temperature']:g}.\n\n{table(header, rows)}"
+    return f"{many(len(b['questions']), 'question')}, temperature {b['temperature']:g}.\n\n{table(header, rows)}"
 
 
 def _arithmetic(r: Mapping) -> str:
@@ -223,7 +235,7 @@ def _lengths(r: Mapping) -> str:
         mark = "**" if p["drafts"] == d["best"] else ""
         speed = [_with(p, "tokens_per_second", ".1f"), _with(p, "speedup", ".2f")]
         rows.append([f"{mark}{p['drafts']}{mark}", f"{p['tau']:.3f}", *speed])
-    size = f"A chain on {d['questions']} questions, plain decoding beside it. Fastest: {d['best']}."
+    size = f"A chain on {many(d['questions'], 'question')}, plain decoding beside it. Fastest: {d['best']}."
     return f"## Draft length\n\n{size}\n\n" + table(["drafts", "tau", "tokens/s", "speed-up"], rows)
 
 
@@ -252,7 +264,7 @@ def _differences(r: Mapping) -> str:
     header = ["temperature", "method", "question/turn", "answer position", "plain token", "its token", "gap"]
     more = len(r["differences"]) - len(rows)
     rest = f"\n\n{more} more in bench.json." if more else ""
-    return f"## Where answers leave plain decoding\n\n{table(header, rows)}{rest}\n\n{DIFFERENCES}"
+    return f"## Where answers leave plain decoding\n\n{table(header, rows)}{rest}\n\n{DIFFERENCES.format(hint=settled(r))}"
 
 
 def _skipped(r: Mapping) -> str:
@@ -261,7 +273,8 @@ def _skipped(r: Mapping) -> str:
     listed = "\n".join(f"- {s['question']}: {s['why']}" for s in r["skipped"][:LISTED])
     more = len(r["skipped"]) - LISTED
     rest = f"\n\n{more} more in bench.json." if more > 0 else ""
-    return f"## Left out\n\n{len(r['skipped'])} questions were not asked:\n\n{listed}{rest}"
+    were = "was" if len(r["skipped"]) == 1 else "were"
+    return f"## Left out\n\n{many(len(r['skipped']), 'question')} {were} not asked:\n\n{listed}{rest}"
 
 
 def _made(r: Mapping) -> str:
@@ -272,7 +285,7 @@ def _made(r: Mapping) -> str:
         ["drafter", r.get("draft") or ""],
         ["export", r.get("export_hash") or ""],
         ["questions", f"{asked}; from {c['prompts'] or 'the held-out prompts of the run'}; answers up to {c['max_tokens']} tokens"],
-        ["runs", f"{c['repeats']} timed, after {c['warm_up']} questions or more to warm up"],
+        ["runs", f"{c['repeats']} timed, after {many(c['warm_up'], 'question')} or more to warm up"],
         ["date", r["date"]],
     ]  # fmt: skip
     return table(["", ""], [row for row in rows if row[1]])
@@ -281,7 +294,11 @@ def _made(r: Mapping) -> str:
 def _equal(facts: Mapping) -> str:
     if not facts["exact"]:
         return "in distribution, not compared"
-    return "yes" if not facts["different"] else f"**not in {facts['different']} questions**"
+    if not facts["different"]:
+        return "yes"
+    if facts["different"] == facts.get("ties"):
+        return f"yes, but for ties in {many(facts['different'], 'question')}"
+    return f"**not in {many(facts['different'], 'question')}**"
 
 
 def _with(facts: Mapping, key: str, form: str) -> str:

@@ -16,6 +16,9 @@ from drafttrain.layouts import one_chat
 from drafttrain.target.target import Target
 from drafttrain.types import Request, Rollout
 
+TIE = 1e-4
+"""Two tokens closer than this, in logits or in probability, tie: fp32 may part them too."""
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -89,6 +92,11 @@ def differences(name: str, plain: Sequence[Rollout], other: Sequence[Rollout]) -
         position = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right)))
         found.append(Difference(name, a.key, position, _at(left, position), _at(right, position)))
     return found
+
+
+def tied(gap: float | None) -> bool:
+    """Whether rounding explains a difference of this gap. It may point either way, and does not where an answer had ended (None)."""
+    return gap is not None and abs(gap) <= TIE
 
 
 @torch.no_grad()

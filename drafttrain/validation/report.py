@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from drafttrain.decoding.measure import defined
 from drafttrain.markdown import table
+from drafttrain.validation.passes import tied
 from drafttrain.validation.samples import Sample
 
 METHOD_NAMES = {"drafter": "the drafter", "lookup": "prompt lookup", "untrained": "the untrained drafter"}
@@ -32,8 +33,7 @@ the cut. In this folder:"""
 
 DIFFERENCES = """\
 The gap is how far the target itself, in one pass without cache, prefers plain decoding's token. One near the rounding of
-the dtype is a tie, which another batch shape breaks the other way (`--target.dtype float32` settles it); a large one is a
-fault of the engine."""
+the dtype is a tie, which another batch shape breaks the other way{hint}; a large one is a fault of the engine."""
 
 CPU_NOTE = """\
 A CPU is busy computing already when it decodes one token, so verifying several at once costs a multiple of one. A GPU that
@@ -95,22 +95,39 @@ def _answer(r: Mapping) -> str:
     """The first lines: tau, losslessness, speed; losslessness first where it failed."""
     beside = [f"{METHOD_NAMES[m]} {r['methods'][m]['tau']:.3f}" for m in ("lookup", "untrained") if m in r["methods"]]
     against = f" ({', '.join(beside)})" if beside else ""
-    tau = f"**tau {r['tau']:.3f}** tokens per target pass with {r['drafts']} drafts{against}."
+    tau = f"**tau {r['tau']:.3f}** tokens per target pass with {many(r['drafts'], 'draft')}{against}."
     plain = f"{r['baseline_tokens_per_second']:.1f} by plain decoding on this {_device(r)}"
     speed = f"**{r['tokens_per_second']:.1f} tokens/s** against {plain}: {_times(r['speedup'])}{_verdict(r)}."
     ahead = _lookup_ahead(r)
     if r["lossless"]:
-        amount = f"all {r['prompts']} prompts ({r['tokens']:,} tokens)"
+        amount = f"{'all' if r['prompts'] > 1 else 'the'} {many(r['prompts'], 'prompt')} ({many(r['tokens'], 'token')})"
         lines = [tau, f"**Lossless**: output equal to plain decoding, token for token, on {amount}.", speed]
+    elif not (wrong := {d["key"] for d in r["differences"] if not tied(d["gap"])}):
+        lines = [tau, _ties(r), speed]
     else:
-        wrong = len({d["key"] for d in r["differences"]})
-        amount = f"{wrong} of {r['prompts']} prompts"
+        amount = f"{len(wrong)} of {many(r['prompts'], 'prompt')}"
         lines = [
             f"**NOT LOSSLESS**: output differs from plain decoding on {amount}. No other number counts until it does not.",
             tau,
             speed,
         ]
     return "\n".join(f"- {line}" for line in [*lines, ahead] if line)
+
+
+def _ties(r: Mapping) -> str:
+    amount = f"{len({d['key'] for d in r['differences']})} of {many(r['prompts'], 'prompt')}"
+    return f"Lossless but for ties: output differs from plain decoding on {amount}, {tie_words(r['differences'])}{settled(r)}."
+
+
+def tie_words(differences: Sequence[Mapping]) -> str:
+    """Why answers that part at ties are no faults."""
+    largest = max(abs(d["gap"]) for d in differences)
+    return f"where two tokens tie (gap up to {largest:.2g}) and rounding breaks the tie either way"
+
+
+def settled(r: Mapping) -> str:
+    """What to do about ties; nothing in fp32, where they are as good as equal."""
+    return "" if r["target"]["dtype"] == "float32" else " (`--target.dtype float32` settles it)"
 
 
 def _lookup_ahead(r: Mapping) -> str:
@@ -146,7 +163,7 @@ def _differences(r: Mapping) -> str:
     more = len(r["differences"]) - len(rows)
     listed = table(["method", "prompt", "answer position", "plain token", "its token", "logit gap"], rows)
     rest = f"\n\n{more} more in validation.json." if more else ""
-    return f"### Where the output leaves plain decoding\n\n{listed}{rest}\n\n{DIFFERENCES}"
+    return f"### Where the output leaves plain decoding\n\n{listed}{rest}\n\n{DIFFERENCES.format(hint=settled(r))}"
 
 
 def _methods(r: Mapping) -> str:
@@ -156,12 +173,16 @@ def _methods(r: Mapping) -> str:
         row = [
             METHOD_NAMES[name],
             f"{m['tau']:.3f}",
-            "yes" if m["lossless"] else "**NO**",
+            "yes" if m["lossless"] else _unequal(r, name),
             f"{m['tokens']:,}",
             f"{m['rounds']:,}",
         ]
         rows.append(row + [f"{m['tokens_per_second']:.1f}", _times(m["speedup"])])
     return table(["method", "tau", "equal to plain", "tokens", "rounds", "tokens/s", "against plain"], rows)
+
+
+def _unequal(r: Mapping, method: str) -> str:
+    return "but for ties" if all(tied(d["gap"]) for d in r["differences"] if d["method"] == method) else "**NO**"
 
 
 def _depths(r: Mapping) -> str:
@@ -198,7 +219,7 @@ def _speed(r: Mapping) -> str:
     for a in cost["assumed"]:
         rows.append(["assumed", f"{a['ratio']:.2f}", f"{tau:.3f} / {a['ratio']:.2f} = {_times(a['implied_speedup'])}"])
     parts = [
-        f"A round drafts {r['drafts']} tokens, verifies {r['drafts'] + 1} in one pass of the target and emits tau = {tau:.3f}.\n"
+        f"A round drafts {many(r['drafts'], 'token')}, verifies {r['drafts'] + 1} in one pass of the target and emits tau = {tau:.3f}.\n"
         f"At batch {cost['batch']} on this {_device(r)} it takes {one_round:.1f} ms, and a plain step {step:.1f} ms:\n"
         f"c = {one_round:.1f} / {step:.1f} = {c:.2f}. Speculative decoding pays where tau > c:",
         "    speed-up = tau / c",
@@ -225,7 +246,7 @@ def _made(r: Mapping) -> str:
         *provenance(r),
         [
             "set",
-            f"{r['prompts']} held-out prompts; answers up to {c['max_tokens']} tokens, {c['slots']} at a time; temperature 0",
+            f"{many(r['prompts'], 'held-out prompt')}; answers up to {c['max_tokens']} tokens, {c['slots']} at a time; temperature 0",
         ],
         ["draft vocabulary", f"{v['size']:,} of {v['target_size']:,} tokens: {percent(v['coverage'])} of these answers' tokens"],
         ["drafter", f"{r['draft']}/" if r.get("draft") else ""],
@@ -262,6 +283,10 @@ def _recount(r: Mapping) -> str:
 def _samples(samples: Sequence[Sample]) -> str:
     intro = "Accepted drafts are underlined; one pass of the target gave an underlined run and the token behind it."
     return "\n\n".join([intro, *(f"**{s.key}**: {s.prompt}\n\n<pre>{s.answer}</pre>" for s in samples)])
+
+
+def many(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def _device(r: Mapping) -> str:

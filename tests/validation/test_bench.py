@@ -18,10 +18,11 @@ from drafttrain.errors import UserError
 from drafttrain.target.config import TargetConfig
 from drafttrain.target.load import load_target
 from drafttrain.types import Request, Verdict
+from drafttrain.validation import bench_lossless
 from drafttrain.validation.bench import bench
 from drafttrain.validation.bench_config import BenchConfig
 from drafttrain.validation.bench_questions import Question, Skipped
-from drafttrain.validation.bench_report import RECOUNT
+from drafttrain.validation.bench_report import RECOUNT, render
 from drafttrain.vocab import DraftVocabulary
 
 CONFIG = BenchConfig(
@@ -259,6 +260,30 @@ def test_in_bf16_a_difference_is_reported_and_does_not_stop_the_command(target_f
     net = Eagle3(depth=3, draft_vocab=None).build(target, DraftVocabulary.full(target.vocab)).to(torch.bfloat16).eval()
     result = bench(target, net, QUESTIONS[:2], SMALL, tmp_path)
     assert not result["lossless"] and result["differences"] and result["target"]["dtype"] == "bfloat16"
+    assert "settles it" in (tmp_path / "README.md").read_text()
+
+
+def test_ties_are_told_as_such_and_one_run_has_no_spread(tiny_llama, net, tmp_path, broken, monkeypatch):
+    monkeypatch.setattr(bench_lossless, "gap", lambda *rest: -1e-7)
+    result = bench(tiny_llama, net, QUESTIONS[1:2], SMALL, tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert not result["lossless"] and result["temperatures"][0]["methods"]["chain 3"]["ties"] == 1
+    assert "- Lossless but for ties: 1 answer left plain decoding, where two tokens tie (gap up to 1e-07) and" in text
+    assert "| yes, but for ties in 1 question |" in text and "settles it" not in text
+    assert "**chain 3** is fastest" in text and "(one run each, so no spread)." in text
+    assert "\n1 question, temperature 0." in text
+
+
+def test_a_fault_among_ties_is_bold(made):
+    result = dict(made[1]) | {"lossless": False}
+    tie = {"temperature": 0.0, "method": "chain 3", "key": "a/1", "position": 2, "plain": 5, "other": 7, "gap": 1e-7}
+    for found, words in (
+        ([tie, tie | {"gap": 0.5}], "**Not equal to plain decoding** in 1 answer, and in 1 more at a tie: see the gaps below"),
+        ([tie | {"gap": None}] * 2, "**Not equal to plain decoding** in 2 answers: see the gaps below"),
+    ):
+        first = render(result | {"differences": found}, {}).splitlines()[2]
+        assert first.startswith(f"- {words}")
+    assert "no spread" not in render(made[1], {})
 
 
 def test_what_cannot_be_had_is_refused_before_anything_is_measured(tiny_llama, net, tmp_path):

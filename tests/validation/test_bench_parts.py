@@ -307,8 +307,8 @@ def test_every_run_is_compared_with_the_first_plain_one(tiny_llama):
 
 
 def test_ties_and_other_dtypes_are_no_faults(tiny_llama):
-    tie, real, ended = (Difference("m", "k", 0, 1, 2, gap) for gap in (5e-5, 2e-4, None))
-    assert faults(tiny_llama, [tie, real, ended]) == [real, ended]
+    tie, real, ended, other_way = (Difference("m", "k", 0, 1, 2, gap) for gap in (5e-5, 2e-4, None, -2e-4))
+    assert faults(tiny_llama, [tie, real, ended, other_way]) == [real, ended, other_way]
 
     class Rounded:
         dtype = torch.bfloat16

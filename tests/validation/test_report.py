@@ -181,3 +181,34 @@ def test_prompt_lookup_that_is_ahead_is_named_in_the_first_lines(result):
     assert words in head(render(result, [], {}))
     del result["methods"]["lookup"]
     assert "is ahead" not in head(render(result, [], {}))
+
+
+TIE = {"method": "lookup", "key": "p7", "position": 12, "plain": 31, "other": 5, "gap": -1e-7}
+
+
+def test_ties_are_told_as_such_and_faults_stand_first(result):
+    result["lossless"] = False
+    result["methods"]["lookup"] |= {"lossless": False}
+    result["differences"] = [TIE]
+    text = render(result, [], {})
+    words = "differs from plain decoding on 1 of 20 prompts, where two tokens tie (gap up to 1e-07) and rounding breaks the tie either way."
+    assert f"- Lossless but for ties: output {words}" in head(text)
+    assert "NOT LOSSLESS" not in text and "| prompt lookup | 1.100 | but for ties |" in text and "**NO**" not in text
+    for gap in (-0.5, 0.5, None):
+        result["differences"] = [TIE, TIE | {"key": "p8", "gap": gap}]
+        text = render(result, [], {})
+        assert head(text).splitlines()[2].startswith("- **NOT LOSSLESS**: output differs from plain decoding on 1 of 20 prompts.")
+        assert "| prompt lookup | 1.100 | **NO** |" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float32_is_advised_only_where_it_is_not_had(result, dtype):
+    result["target"] |= {"dtype": dtype}
+    result |= {"lossless": False, "differences": [TIE]}
+    assert render(result, [], {}).count("`--target.dtype float32` settles it") == (0 if dtype == "float32" else 2)
+
+
+def test_one_of_a_thing_is_called_so(result):
+    result |= {"prompts": 1, "tokens": 1, "drafts": 1}
+    text = render(result, [], {})
+    assert "with 1 draft (" in text and "on the 1 prompt (1 token)." in text and "A round drafts 1 token," in text

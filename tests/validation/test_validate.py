@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from drafttrain.types import Request, Rollout
 from drafttrain.validation import validate as validate_module
 from drafttrain.validation.config import ValidateConfig
 from drafttrain.validation.cost import Cost
+from drafttrain.validation.passes import Difference
 from drafttrain.validation.report import RECOUNT
 from drafttrain.validation.summary import repeated_by_position, spans
 from drafttrain.validation.validate import validate
@@ -253,6 +255,18 @@ def test_a_wrong_token_is_reported_and_then_stops_the_command(tiny_llama, tmp_pa
     assert [(d["key"], d["position"], d["other"] - d["plain"]) for d in stored["differences"]] == [("p1", 4, 1)]
     assert stored["differences"][0]["gap"] > 0
     assert "NOT LOSSLESS" in (tmp_path / "README.md").read_text().splitlines()[2]
+
+
+@pytest.mark.parametrize(("gap", "words"), [(1e-6, None), (0.5, r"lists them; report a fault\.$")])
+def test_in_fp32_ties_do_not_stop_the_command(tiny_llama, tmp_path, monkeypatch, gap, words):
+    def differing(name, plain, other):
+        return [Difference(name, "p0", 3, 5, 7)] if name == "lookup" else []
+
+    monkeypatch.setattr(validate_module, "differences", differing)
+    monkeypatch.setattr(validate_module, "logit_gap", lambda *rest: gap)
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        validate(tiny_llama, drafter(tiny_llama, 0), prompts(2), dataclasses.replace(CONFIG, max_tokens=6), tmp_path)
+    assert json.loads((tmp_path / "validation.json").read_text())["lossless"] is False
 
 
 def test_a_simulation_that_disagrees_is_named(tiny_llama, tmp_path, monkeypatch):
