@@ -234,7 +234,7 @@ def test_a_state_without_a_drafter_or_of_another_one(made, tmp_path, capsys):
     text = refused(made, capsys, "--checkpoint", tmp_path / "theirs.ckpt", *word, *changed)
     assert "holds another drafter than the recipe's Eagle3: fc_norm.0.weight is missing" in text
     text = refused(made, capsys, "--checkpoint", "last", *changed)
-    assert "was made with another recipe (drafter.fc_norm: False before, True now)" in text
+    assert "was made with another recipe (drafter.init_args.fc_norm: False before, True now)" in text
 
 
 def test_a_dry_run_of_a_push_is_listed_by_the_command(made, monkeypatch, capsys):

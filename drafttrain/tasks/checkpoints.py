@@ -27,6 +27,8 @@ from drafttrain.tasks.distill import Position
 
 STATE, FACTS = "state", "train.json"
 PIECES, SUM = "*.pt", ".sha256"
+CHOSEN = ("drafter.", "objective.")
+"""Sections of a recipe whose parts are named by class_path and init_args."""
 LATEST = "latest"
 """The file of a DeepSpeed folder that is written when everything else is there; it names the tag."""
 
@@ -207,10 +209,13 @@ def _publish(writing: Path, final: Path) -> None:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Every leaf in which two recipes differ, as `drafter.depth: 5 before, 7 now`."""
+    """Every leaf in which two recipes differ, as `drafter.init_args.depth: 5 before, 7 now`."""
     found = []
+    chosen = prefix.startswith(CHOSEN) and "class" in before.keys() | now.keys()
     for key in sorted(before.keys() | now.keys()):
         a, b, name = before.get(key), now.get(key), prefix + key
+        if chosen:  # as a recipe spells it
+            name = prefix + ("class_path" if key == "class" else f"init_args.{key}")
         if isinstance(a, dict) and isinstance(b, dict):
             found += differences(a, b, name + ".")
         elif a != b:

@@ -260,10 +260,13 @@ def test_the_arithmetic_is_said_before_training(run, llama, capsys):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"drafter": {"depth": 2}}, "drafter.depth: 3 before, 2 now"),
-        ({"objective": {"positions": Decay(0.5)}}, "objective.positions.base: 0.8 before, 0.5 now"),
-        ({"objective": {"positions": Uniform()}}, "objective.positions.class: Decay before, Uniform now"),
-        ({"objective": {"divergences": [ReverseKL()]}}, "objective.divergences.0.class: SoftCrossEntropy before, ReverseKL now"),
+        ({"drafter": {"depth": 2}}, "drafter.init_args.depth: 3 before, 2 now"),
+        ({"objective": {"positions": Decay(0.5)}}, "objective.init_args.positions.init_args.base: 0.8 before, 0.5 now"),
+        ({"objective": {"positions": Uniform()}}, "objective.init_args.positions.class_path: Decay before, Uniform now"),
+        (
+            {"objective": {"divergences": [ReverseKL()]}},
+            "objective.init_args.divergences.0.class_path: SoftCrossEntropy before, ReverseKL now",
+        ),
         ({"data": {"seed": 8}}, "data.seed: 7 before, 8 now"),
         ({"optimizer": {"lr": 2e-3}}, "optimizer.lr: 0.001 before, 0.002 now"),
     ],
