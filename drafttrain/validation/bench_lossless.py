@@ -18,16 +18,19 @@ from drafttrain.validation.passes import Difference, differences, logit_gap, log
 
 
 def compare(target: Target, plain: Sequence[Row], rows: Sequence[Row], sampling: Sampling) -> list[Difference]:
-    """For every question that was ever answered otherwise than plain decoding's first run did, where that began. With its gap."""
+    """For every question that was ever answered otherwise than plain decoding's first run did, where that began, in the first turn and run
+    where it is no tie if there is one. With its gap."""
     reference = {row.question: row.rollouts for row in plain if row.run == 1}
     found: dict[str, Difference] = {}
     for row in rows:
-        if row.question in found:
-            continue
-        parted = differences(row.method, reference[row.question], row.rollouts)
-        if parted:
-            rollout = next(r for r in reference[row.question] if r.key == parted[0].key)
-            found[row.question] = replace(parted[0], gap=gap(target, rollout, parted[0], sampling))
+        for parted in differences(row.method, reference[row.question], row.rollouts):
+            known = found.get(row.question)
+            if known is not None and not tied(known.gap):
+                break
+            rollout = next(r for r in reference[row.question] if r.key == parted.key)
+            measured = replace(parted, gap=gap(target, rollout, parted, sampling))
+            if known is None or not tied(measured.gap):
+                found[row.question] = measured
     return list(found.values())
 
 

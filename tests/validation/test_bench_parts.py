@@ -14,7 +14,7 @@ from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.eagle3 import Eagle3
 from drafttrain.errors import UserError
 from drafttrain.types import Request, Rollout
-from drafttrain.validation import bench_passes
+from drafttrain.validation import bench_lossless, bench_passes
 from drafttrain.validation.bench_config import BenchConfig
 from drafttrain.validation.bench_lossless import compare, faults, gap
 from drafttrain.validation.bench_passes import Contender, Row, Stages, answer, throughput, time_questions, time_stages, warm_up
@@ -304,6 +304,16 @@ def test_every_run_is_compared_with_the_first_plain_one(tiny_llama):
     plain[1] = replace(plain[1], rollouts=(wrong,))
     found = compare(tiny_llama, plain, plain, Sampling())
     assert [(d.method, d.key, d.position, d.plain, d.other) for d in found] == [("plain", "a/1", 2, 2, 7)]
+
+
+def test_a_tie_hides_no_fault_of_a_later_run(tiny_llama, monkeypatch):
+    plain = [row("plain", "a", "x", 1.0, [0, 0], 1)]
+    parted = replace(plain[0].rollouts[0], ids=plain[0].rollouts[0].ids + torch.tensor([0, 0, 0, 5]))
+    rows = [replace(plain[0], run=run, rollouts=(parted,)) for run in (1, 2, 3, 4)]
+    for gaps, kept in (([1e-6, 0.5, 1e-5, 0.7], 0.5), ([0.7, 0.5], 0.7), ([1e-6, 1e-5, 2e-5, 3e-5], 1e-6)):
+        left = iter(gaps)
+        monkeypatch.setattr(bench_lossless, "gap", lambda *rest, left=left: next(left))
+        assert [d.gap for d in compare(tiny_llama, plain, rows, Sampling())] == [kept]
 
 
 def test_ties_and_other_dtypes_are_no_faults(tiny_llama):
