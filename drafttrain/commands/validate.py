@@ -21,7 +21,7 @@ from drafttrain.validation.validate import validate
 
 
 def run(recipe: Recipe, options: Options) -> None:
-    """Measure and write the report, then the model card of the run's export. Raises UserError, also if the output is not lossless."""
+    """Measure and write the report, then the model card of the run's export. Raises UserError, also if the output is not lossless (in fp32: but for ties)."""
     folder = options.run
     held_out = TokenStore.open(folder.data / "held_out")
     draft = Draft.of(recipe, options)
