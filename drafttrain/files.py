@@ -205,6 +205,11 @@ def public_place(where: str) -> str:
     return os.path.basename(os.path.abspath(typed_path(where))) or "local"
 
 
+def many(number: int, word: str) -> str:
+    """2, 'row' -> '2 rows'."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def human_bytes(count: float) -> str:
     """1_500_000 -> '1.5 MB' (powers of a thousand, as disks are sold)."""
     for unit in ("B", "kB", "MB", "GB"):

@@ -18,9 +18,9 @@ from typing import Any, TextIO
 from drafttrain.commands.drafts import load_draft
 from drafttrain.commands.prompt_stream import Lines, PromptStream
 from drafttrain.drafters.base import DrafterConfig, DrafterNet
+from drafttrain.drafters.save import MADE_FILE
 from drafttrain.drafters.warm_start import meant
 from drafttrain.errors import UserError
-from drafttrain.export.card import MADE_FILE
 from drafttrain.files import RunLock, explain_full_disk, restore_folder
 from drafttrain.options import Options
 from drafttrain.recipe import Recipe

@@ -14,10 +14,10 @@ from typing import Any
 from drafttrain.data.store import Manifest
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.measured import AsPublished
-from drafttrain.drafters.save import load_drafter
+from drafttrain.drafters.save import MADE_FILE, load_drafter
 from drafttrain.drafters.start_files import find, fitting
 from drafttrain.errors import UserError
-from drafttrain.export.card import MADE_FILE, report_of, write_card
+from drafttrain.export.card import report_of, write_card
 from drafttrain.export.card_bench import bench_of
 from drafttrain.export.card_figures import curve_kept
 from drafttrain.export.export import load_export

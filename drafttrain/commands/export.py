@@ -6,9 +6,10 @@ from typing import Any
 
 from drafttrain.commands.drafts import data_facts, load, refresh_card, training_facts
 from drafttrain.commands.export_source import class_of, find_source, load_source, require_finished, trained_here
+from drafttrain.drafters.save import MADE_FILE
 from drafttrain.drafters.warm_start import KEPT
 from drafttrain.errors import UserError, printable
-from drafttrain.export.card import MADE_FILE, served_by
+from drafttrain.export.card import served_by
 from drafttrain.export.card_figures import BEGUN, is_unchanged
 from drafttrain.export.card_licence import licence_warning
 from drafttrain.export.config import ExportConfig
@@ -20,6 +21,7 @@ from drafttrain.options import Options
 from drafttrain.recipe import Recipe
 from drafttrain.run import Run
 from drafttrain.tasks.checkpoints import find_last
+from drafttrain.tasks.train_checks import MADE_BY
 
 
 def run(recipe: Recipe, options: Options) -> None:
@@ -60,7 +62,7 @@ def run(recipe: Recipe, options: Options) -> None:
 def begun_facts(facts: dict, recipe: Recipe, run: Run) -> dict[str, Any]:
     """What a drafter of this run began from and whether adapters were trained, for the model card, by the newest training state; without one that can
     be read by the recipe, where a draft vocabulary was kept, as of every run that began so. {} for what `trim` or `adapt` made."""
-    if {"trimmed_from", "adapted"} & facts.keys():
+    if MADE_BY.keys() & facts.keys():
         return {}
     try:
         saved = find_last(run.checkpoints)

@@ -43,6 +43,7 @@ from drafttrain.target.load import locate
 from drafttrain.target.quantised import require_unrounded
 from drafttrain.target.refusals import reason
 from drafttrain.target.target import Target
+from drafttrain.tasks.memory import DIVIDED_FROM, DRAFTER, GRADIENTS, OPTIMIZER, TARGET
 from drafttrain.tasks.on_policy_start import drafts_of, require_text
 from drafttrain.tasks.optimizer import require_whole_matrices, token_sides, turned_by_muon
 from drafttrain.tasks.shared_target import require_no_answers
@@ -236,8 +237,12 @@ def _device(
     stage = zero_stage(recipe.trainer.get("strategy"))
     size = getattr(torch, recipe.target.dtype).itemsize
     # What is kept, its bytes, and from which ZeRO stage on it is divided among the processes (there is no stage 4).
-    parts = [("target", target_bytes(recipe, target, topology.world), 3), ("drafter", _size(learner) * 4, 3)]
-    parts += [("gradients", _trained(learner) * 4, 2), (*_optimizer(recipe, learner), 1)]
+    parts = [
+        ("target", target_bytes(recipe, target, topology.world), DIVIDED_FROM[TARGET]),
+        ("drafter", _size(learner) * 4, DIVIDED_FROM[DRAFTER]),
+        ("gradients", _trained(learner) * 4, DIVIDED_FROM[GRADIENTS]),
+        (*_optimizer(recipe, learner), DIVIDED_FROM[OPTIMIZER]),
+    ]
     if not net.words and not net.vocabulary.is_full:
         parts.append(("head for the draft vocabulary", len(net.vocabulary.ids) * target.hidden * size, 4))
     if prompts is not None:

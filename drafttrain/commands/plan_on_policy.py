@@ -18,7 +18,7 @@ import numpy as np
 from drafttrain.commands.plan_engine import bytes_as, engine_buffers
 from drafttrain.data.store import TokenStore
 from drafttrain.drafters.base import DrafterNet
-from drafttrain.files import human_bytes
+from drafttrain.files import human_bytes, many
 from drafttrain.losses import Distillation
 from drafttrain.recipe import Recipe
 from drafttrain.target.target import Target
@@ -91,11 +91,11 @@ def _counted(recipe: Recipe, topology: Topology, prompts: Prompts) -> Iterator[s
     config, steps = recipe.on_policy, recipe.trainer.get("max_steps")
     accumulate, rows = _accumulate(recipe), most_rows(recipe, topology, prompts)
     each, more = divmod(config.batch // topology.world, accumulate)
-    of_micro = f"{each} or {each + 1} rollouts" if more else _some(each, "rollout")
+    of_micro = f"{each} or {each + 1} rollouts" if more else many(each, "rollout")
     processes = "process" if topology.world == 1 else "processes"
     yield (
         f"rollouts/step: {topology.world} {processes} x {accumulate} accumulations x {of_micro} = {config.batch:,}, of the newest {config.buffer:,}; a "
-        f"micro-batch has at most {_some(rows, 'row')} x {recipe.data.length:,} tokens"
+        f"micro-batch has at most {many(rows, 'row')} x {recipe.data.length:,} tokens"
     )
     often = "step" if config.every == 1 else f"{config.every} steps"
     answers = f"{config.rollouts:,} prompts are answered before every {often}, each with at most {config.max_tokens:,} tokens"
@@ -130,10 +130,6 @@ def most_rows(recipe: Recipe, topology: Topology, prompts: Prompts) -> int:
     of_micro = -(-config.batch // (topology.world * _accumulate(recipe)))
     fit = max(1, data.length // (prompts.longest + config.max_tokens))
     return -(-of_micro // (fit * data.rows)) * data.rows
-
-
-def _some(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _accumulate(recipe: Recipe) -> int:

@@ -24,6 +24,8 @@ from drafttrain.types import Identity
 from drafttrain.vocab import DraftVocabulary
 
 WEIGHTS = "drafter.safetensors"
+MADE_FILE = "drafttrain.json"
+"""What an export says of itself, beside its weights."""
 RECORDED = {"class_path", "init_args", "identity", "facts"}
 """Keys of drafter.json."""
 
@@ -91,6 +93,15 @@ def require_unaltered(folder: Path, record: Mapping[str, Any]) -> None:
         raise UserError(
             f"{folder}/{WEIGHTS} is not the file that was saved (its sha256 is not the one in drafter.json); restore it, or train again from "
             "checkpoints/last."
+        )
+
+
+def require_as_exported(folder: Path, made: Mapping[str, Any]) -> None:
+    """Raises UserError for weights that are not the ones exported. `made`: what drafttrain.json says."""
+    weights = folder / made["weights"]["file"]
+    if weights.is_file() and sha256_file(weights) != made["weights"]["sha256"]:
+        raise UserError(
+            f"{weights} is not the file that was exported (its sha256 differs from {MADE_FILE}); export or download it again."
         )
 
 

@@ -18,10 +18,10 @@ from drafttrain.drafters.base import DrafterNet
 from drafttrain.drafters.published import recognise
 from drafttrain.drafters.published_layout import Published
 from drafttrain.drafters.registry import known_drafters
-from drafttrain.drafters.save import read_record, require_unaltered
+from drafttrain.drafters.save import MADE_FILE, read_record, require_as_exported, require_unaltered
 from drafttrain.drafters.start_files import find, fitting, read_config, read_tensors
 from drafttrain.errors import UserError
-from drafttrain.files import read_json, sha256_file
+from drafttrain.files import read_json
 from drafttrain.target.identity import differences
 from drafttrain.target.target import Target
 from drafttrain.vocab import DraftVocabulary
@@ -30,8 +30,6 @@ MAPS = ("d2t", "t2d", "token_map")
 """Tensors that say which tokens a head has."""
 TRAINING_ONLY = ("depth", "draft_vocab", "least_coverage", "noise", "dropout", "anchors", "prefix_base", "cod_ratio", "cod_least")
 """Arguments of our drafters that another training of the same net may change."""
-EXPORTED = "drafttrain.json"
-"""What `drafttrain export` writes beside the weights."""
 COMPARED_ROWS = 4096
 """Rows of a table that are compared with the target's."""
 
@@ -217,14 +215,10 @@ def _published(config: dict, tensors: dict[str, Tensor], target: Target, what: s
 
 def _exported_for_another(folder: Path, target: Target) -> list[str]:
     """Of an export of ours, in what its target differs; nothing of other folders. UserError for weights that are not the ones exported."""
-    if not (folder / EXPORTED).exists():
+    if not (folder / MADE_FILE).exists():
         return []
-    made = read_json(folder / EXPORTED, "the export")
-    weights = folder / made["weights"]["file"]
-    if weights.is_file() and sha256_file(weights) != made["weights"]["sha256"]:
-        raise UserError(
-            f"{weights} is not the file that was exported (its sha256 differs from {EXPORTED}); export or download it again."
-        )
+    made = read_json(folder / MADE_FILE, "the export")
+    require_as_exported(folder, made)
     return differences(made["identity"], target.identity)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from drafttrain.decoding.measure import defined
+from drafttrain.drafters.save import MADE_FILE
 from drafttrain.errors import UserError
 from drafttrain.export.card_bench import bench_text
 from drafttrain.export.card_figures import CardFigure, figures_of, is_unchanged, remove_others, write_figures
@@ -23,7 +24,6 @@ from drafttrain.export.registry import format_named
 from drafttrain.files import public_place, read_json, write_atomic, write_json_atomic
 from drafttrain.target.precision import rounded_to
 
-MADE_FILE = "drafttrain.json"
 MEASURED = (
     "tau", "simulated_tau", "lossless", "prompts", "tokens", "rounds", "acceptance_by_depth", "reach_by_depth",
     "tokens_per_second", "baseline_tokens_per_second", "lookup_tau", "untrained_tau", "hardware", "commit",

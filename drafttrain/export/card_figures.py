@@ -101,8 +101,8 @@ def is_unchanged(facts: Mapping[str, Any]) -> bool:
 
 
 def training_points(made: Mapping[str, Any]) -> list[plots.CurvePoint]:
-    """The training curve that was kept; [] where none was. A drafter of step 0 begins it with the tau that made it the best, which logs are read
-    without."""
+    """The training curve that was kept; [] where none was. A drafter of step 0 begins it with the tau that made it the best, which
+    exports of earlier versions kept no point of."""
     facts = made["facts"]
     points = [plots.CurvePoint(tokens, loss, tau) for tokens, loss, tau in facts.get("curve") or []]
     tau = facts.get("held-out tau while training")

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from drafttrain.drafters.base import DrafterConfig, DrafterNet, public_arguments
 from drafttrain.drafters.registry import known_drafters
-from drafttrain.drafters.save import check_identity
+from drafttrain.drafters.save import MADE_FILE, check_identity, require_as_exported
 from drafttrain.errors import UserError
-from drafttrain.export.card import MADE_FILE, base_model, write_card
+from drafttrain.export.card import base_model, write_card
 from drafttrain.export.card_licence import licence_of
 from drafttrain.export.config import DTYPES, ExportConfig
 from drafttrain.export.format import Format, Written, check_tensors
@@ -241,11 +241,7 @@ def _recorded(folder: Path, target: Target) -> DrafterConfig | None:
         return None
     made = read_json(folder / MADE_FILE, "the export")
     check_identity(made["identity"], target, str(folder))
-    if sha256_file(folder / WEIGHTS) != made["weights"]["sha256"]:
-        raise UserError(
-            f"{folder / WEIGHTS} is not the file that was exported (its sha256 differs from {MADE_FILE}); "
-            "export or download it again."
-        )
+    require_as_exported(folder, made)
     classes, name = known_drafters(), made["class_path"]
     if name not in classes:
         raise UserError(f"{folder} holds a {name}, which this version does not know ({', '.join(classes)}); update drafttrain.")

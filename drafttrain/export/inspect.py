@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 import torch
 
 from drafttrain.drafters.published import Published
-from drafttrain.drafters.save import WEIGHTS, altered
+from drafttrain.drafters.save import MADE_FILE, WEIGHTS, altered
 from drafttrain.drafters.source import MAPS
 from drafttrain.errors import UserError, printable
 from drafttrain.export.block_format import BlockFormat
-from drafttrain.export.card import MADE_FILE
 from drafttrain.export.format import NAMES, Engine
 from drafttrain.export.inspect_config import Reading, check_eagle3_ids, check_layer_ids, check_positions, check_rope
 from drafttrain.export.inspect_files import AGAIN, Folder, read_folder

@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from drafttrain.drafters.save import MADE_FILE
 from drafttrain.drafters.source import MAPS
 from drafttrain.drafters.start_files import INDEX, PICKLES, WEIGHTS, find
-from drafttrain.export.card import MADE_FILE
 from drafttrain.export.eagle import TOKEN_MAP
 from drafttrain.export.inspect_values import SHOWN, tidied
 

@@ -54,7 +54,7 @@ BATCH, READ, FORWARD, BACKWARD = "batch", "target's reading", "drafter and objec
 OTHERS, RECORDED = "libraries and DDP", "recorded step's copies"
 
 DIVIDED_FROM = {OPTIMIZER: 1, GRADIENTS: 2, DRAFTER: 3, TARGET: 3}
-"""From which stage of ZeRO on a part is divided among the processes (as commands/plan.py has it for what stays)."""
+"""From which stage of ZeRO on a part is divided among the processes."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from drafttrain.decoding.methods import Chain
 from drafttrain.decoding.sampling import Sampling
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
-from drafttrain.files import write_atomic, write_json_atomic, write_jsonl_atomic
+from drafttrain.files import many, write_atomic, write_json_atomic, write_jsonl_atomic
 from drafttrain.target.target import Target
 from drafttrain.types import Request
 from drafttrain.validation import bench_report, hardware
@@ -34,7 +34,6 @@ from drafttrain.validation.bench_passes import Contender, Row, drafts_of, throug
 from drafttrain.validation.bench_questions import Asked, Question, Skipped, ask, choose, probe_of
 from drafttrain.validation.bench_summary import Staged, breakdown, length_facts, method_facts, throughput_facts
 from drafttrain.validation.passes import Difference, tied
-from drafttrain.validation.report import many
 
 QUESTIONS, LENGTHS = "questions", "draft length"
 """Parts of the benchmark that rows belong to."""

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
+from drafttrain.files import many
 from drafttrain.markdown import table
 from drafttrain.validation.bench_config import PLAIN
 from drafttrain.validation.bench_passes import Row
 from drafttrain.validation.passes import tied
-from drafttrain.validation.report import many, percent, provenance, settled, tie_words
+from drafttrain.validation.report import percent, provenance, settled, tie_words
 
 LISTED = 20
 """Differences and skipped questions that the report shows; bench.json has all."""

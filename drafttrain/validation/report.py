@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from drafttrain.decoding.measure import defined
+from drafttrain.files import many
 from drafttrain.markdown import table
 from drafttrain.validation.passes import tied
 from drafttrain.validation.samples import Sample
@@ -283,10 +284,6 @@ def _recount(r: Mapping) -> str:
 def _samples(samples: Sequence[Sample]) -> str:
     intro = "Accepted drafts are underlined; one pass of the target gave an underlined run and the token behind it."
     return "\n\n".join([intro, *(f"**{s.key}**: {s.prompt}\n\n<pre>{s.answer}</pre>" for s in samples)])
-
-
-def many(number: int, word: str) -> str:
-    return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
 def _device(r: Mapping) -> str:

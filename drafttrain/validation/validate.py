@@ -24,7 +24,7 @@ from drafttrain.decoding.propose_chain import ChainProposer
 from drafttrain.decoding.propose_ngram import LookupProposer
 from drafttrain.drafters.base import DrafterNet
 from drafttrain.errors import UserError
-from drafttrain.files import write_atomic
+from drafttrain.files import many, write_atomic
 from drafttrain.target.target import Target
 from drafttrain.types import Request
 from drafttrain.validation import hardware, report
@@ -135,7 +135,7 @@ def _measure(target: Target, requests: list[Request], config: ValidateConfig, me
 def _say(p: Pass) -> None:
     beyond = sum(len(rollout.beyond) for rollout in p.rollouts)  # they count in the rate: they took time
     behind = f" and {beyond:,} behind the ends" if beyond else ""
-    size = f"{report.many(len(p.rollouts), 'prompt')}, {report.many(p.tokens, 'token')}{behind} in {p.seconds:.1f} s"
+    size = f"{many(len(p.rollouts), 'prompt')}, {many(p.tokens, 'token')}{behind} in {p.seconds:.1f} s"
     print(f"{p.name}: {size}, {p.tokens_per_second:.1f} tokens/s, tau {p.counts.tau:.3f}", flush=True)
 
 
@@ -213,7 +213,7 @@ def _figures(result: dict, training_log: Path | None) -> dict:
 
 
 def _not_lossless(found: list[Difference], prompts: int, folder: str | Path, exact: bool) -> str:
-    amount = f"{len({d.key for d in found})} of {report.many(prompts, 'prompt')}"
+    amount = f"{len({d.key for d in found})} of {many(prompts, 'prompt')}"
     way_out = "report a fault" if exact else "if logits tie, validate with --target.dtype float32, otherwise report a fault"
     return (
         f"Output differs from plain decoding on {amount}, but must be equal on all; first: {found[0]}. "

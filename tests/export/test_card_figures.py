@@ -186,7 +186,7 @@ def test_the_training_curve_is_the_log_s(tmp_path):
 
 
 def test_the_tau_of_a_drafter_of_step_0_begins_its_curve():
-    """Logs are read from the first token on, so the best of these taus would be another one than the card's."""
+    """Exports of earlier versions kept none before the first token, so the best of these taus would be another one than the card's."""
     facts = {"curve": CURVE, "steps": 0, "tokens seen": 0, "held-out tau while training": 2.25, "begun from": "someone/drafter"}
     figure = figures_of(MADE | {"facts": facts}, None)["plots/training.png"]
     assert figure.draw().axes[1].lines[0].get_xydata().tolist() == [[0, 2.25], [2000, 1.5], [3000, 2.125], [4000, 2.0]]
